@@ -1,0 +1,22 @@
+"""Python owners live exactly as long as the CUDA graph that captured their pointers.
+
+`retain` is the one call of the hot path; `collect` and `suspend` are scopes that note what is retained; `reclaim` and
+`stats` tell and speed up what happens afterwards. Any thread may call any of them. Importing this loads neither torch nor
+a CUDA driver.
+"""
+
+from arena._registry import CaptureError, DriverError, Stats, capture_id, collect, reclaim, retain, stats, suspend
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "CaptureError",
+    "DriverError",
+    "Stats",
+    "capture_id",
+    "collect",
+    "reclaim",
+    "retain",
+    "stats",
+    "suspend",
+]

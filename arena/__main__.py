@@ -1,0 +1,216 @@
+"""`python -m arena doctor` says what of this machine arena can use and why not the rest; `python -m arena demo` shows the
+problem and the cure. Both end with 0 only if what they printed is true. For people: nothing imports this."""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import importlib.metadata
+import platform
+import sys
+import time
+import weakref
+
+import arena
+from arena import _registry
+
+
+def line(label: str, text: str) -> None:
+    print(f"  {label:<22}{text}")
+
+
+def until_gone(reference: weakref.ref[object]) -> bool:
+    deadline = time.monotonic() + 5
+    while reference() is not None and time.monotonic() < deadline:
+        arena.reclaim(0.05)
+    return reference() is None
+
+
+def version_of(distribution: str) -> str:
+    try:
+        return importlib.metadata.version(distribution)
+    except importlib.metadata.PackageNotFoundError:
+        return "not installed"
+
+
+# ---- doctor ----
+
+
+def doctor() -> int:
+    """Prints what is here and what works. 0: arena can do its work on this machine."""
+    print(f"arena {arena.__version__}")
+    line("python", f"{platform.python_version()} on {platform.system()} {platform.machine()}")
+    line("torch", version_of("torch"))
+    line("cuda-bindings", version_of("cuda-bindings"))
+    line("cuda-core", version_of("cuda-core"))
+    try:
+        version = _registry.driver_version()
+    except arena.DriverError as error:
+        line("driver", "not usable")
+        print(f"\nretain(): always False here: {error}.")
+        print("The simulated driver (arena.testing) works without one; `python -m arena demo` shows it.")
+        return 1
+    line("driver", f"CUDA {version // 1000}.{version % 1000 // 10}")
+    print("\nWhat is supported")
+    line("retain, any library", "yes, on a stream given by hand")
+    torch = torch_with_gpu()
+    if isinstance(torch, str):
+        line("retain without stream", f"no: {torch}")
+        print("\nThe driver is here, but no GPU was captured on.")
+        return 1
+    line("retain without stream", f"yes: torch's current stream, {torch.cuda.get_device_name()}")
+    ok, text = one_capture(torch)
+    line("a capture just now", text)
+    return 0 if ok else 1
+
+
+def torch_with_gpu():  # type: ignore[no-untyped-def]
+    """torch, or a sentence that says why it cannot capture here."""
+    try:
+        import torch
+    except ImportError:
+        return "torch is not installed"
+    if not torch.cuda.is_available():
+        return "torch sees no GPU"
+    return torch
+
+
+def one_capture(torch) -> tuple[bool, str]:  # type: ignore[no-untyped-def]
+    class Owner:
+        pass
+
+    owner = Owner()
+    alive = weakref.ref(owner)
+    x = torch.zeros(8, device="cuda")
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        x.add_(1)
+        retained = arena.retain(owner)
+    del owner
+    kept = alive() is not None
+    del graph
+    ok = retained and kept and until_gone(alive)
+    return ok, "its owner lived as long as the graph" if ok else f"FAILED: retained {retained}, kept {kept}"
+
+
+# ---- demo ----
+
+
+def demo() -> int:
+    """Shows the problem and the cure. 0: the one went wrong and the other right, as printed."""
+    torch = torch_with_gpu()
+    if isinstance(torch, str):
+        print(f"No GPU to show it on ({torch}): the same lifetimes on the simulated driver.\n")
+        return demo_simulated()
+    print(f"On {torch.cuda.get_device_name()}, torch {torch.__version__}.\n")
+    return demo_torch(torch)
+
+
+STORY = """\
+An op keeps a table in scratch memory, captures a kernel that reads it, and drops the scratch, as ops do:
+the graph recorded the pointer, not the Python object that owns the memory."""
+
+
+def demo_torch(torch) -> int:  # type: ignore[no-untyped-def]
+    size = 1 << 20
+    x = torch.full((size,), 3.0, device="cuda")
+
+    class Op:
+        """A binding of an op library: its scratch lies outside the graph's memory pool."""
+
+        def __init__(self) -> None:
+            self.scratch = torch.full((size,), 2.0, device="cuda")
+
+        def run(self, out, retain: bool) -> None:  # type: ignore[no-untyped-def]
+            if retain:
+                arena.retain(self.scratch)
+            torch.mul(x, self.scratch, out=out)
+
+    def capture_and_replay(retain: bool):  # type: ignore[no-untyped-def]
+        out = torch.zeros_like(x)
+        op = Op()
+        op.run(out, False)  # warm up
+        scratch = weakref.ref(op.scratch)
+        torch.cuda.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            op.run(out, retain)
+        del op  # the caller drops it; the graph is still there
+        gc.collect()
+        others = [torch.full((size,), float("nan"), device="cuda") for _ in range(8)]  # somebody else's data
+        graph.replay()
+        torch.cuda.synchronize()
+        del others
+        return out[0].item(), graph, scratch
+
+    print(STORY + "\n")
+    wrong, graph, scratch = capture_and_replay(retain=False)
+    line("without arena", f"replay gives {wrong} (6.0 is right); scratch {'alive' if scratch() is not None else 'freed'}")
+    del graph
+    right, graph, scratch = capture_and_replay(retain=True)
+    alive = scratch() is not None
+    line("with arena.retain()", f"replay gives {right}; scratch {'alive' if alive else 'freed'}")
+    del graph
+    freed = until_gone(scratch)
+    line("graph dropped", f"scratch {'freed' if freed else 'still alive'}")
+    return verdict(wrong != 6.0 and right == 6.0 and alive and freed)
+
+
+def demo_simulated() -> int:
+    from arena.testing import simulated_driver
+
+    class Scratch:
+        """Stands for device memory that a captured kernel points to."""
+
+    def capture(cuda, retain: bool):  # type: ignore[no-untyped-def]
+        scratch = Scratch()
+        alive = weakref.ref(scratch)
+        stream = cuda.Stream()
+        with stream.capture() as capture:
+            stream.kernel()  # records the pointer
+            if retain:
+                arena.retain(scratch)
+        executable = capture.graph.instantiate()
+        capture.graph.destroy()
+        return alive, executable, stream  # and the op drops its scratch
+
+    def says(reference: weakref.ref[object]) -> str:
+        return "alive" if reference() is not None else "freed"
+
+    print(STORY + "\n")
+    with simulated_driver() as cuda:
+        scratch, executable, stream = capture(cuda, retain=False)
+        wrong = scratch() is None
+        line("without arena", f"before the first replay the scratch is {says(scratch)}: the kernel would read freed memory")
+        executable.destroy()
+        scratch, executable, stream = capture(cuda, retain=True)
+        gate = cuda.Event()
+        executable.launch(stream, until=gate)
+        kept = scratch() is not None
+        line("with arena.retain()", f"during the replay the scratch is {says(scratch)}")
+        executable.destroy()
+        arena.reclaim(0.05)
+        still = scratch() is not None
+        line("graph dropped", f"the replay still runs: the scratch is {says(scratch)}")
+        gate.set()
+        stream.synchronize()
+        freed = until_gone(scratch)
+        line("replay finished", f"the scratch is {says(scratch)}")
+    return verdict(wrong and kept and still and freed)
+
+
+def verdict(true: bool) -> int:
+    print("\n" + ("The owner lived exactly as long as the graph." if true else "This is not what should have happened."))
+    return 0 if true else 1
+
+
+def main(arguments: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="python -m arena", description=(arena.__doc__ or "").splitlines()[0])
+    verbs = parser.add_subparsers(dest="verb", required=True)
+    verbs.add_parser("doctor", help="what of this machine arena can use, and why not the rest")
+    verbs.add_parser("demo", help="a captured op drops its scratch: wrong without arena, right with it")
+    return {"doctor": doctor, "demo": demo}[parser.parse_args(arguments).verb]()
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,142 @@
+from contextlib import AbstractContextManager
+from typing import Literal, NamedTuple, final
+
+Mode = Literal["global", "thread_local", "relaxed"]
+
+class Error(RuntimeError):
+    """A driver call that did not succeed; `code` is the CUresult."""
+
+    @property
+    def code(self) -> int: ...
+
+class Destructor(NamedTuple):
+    """One user object's destructor that ran."""
+
+    tag: object
+    """What `UserObject(tag)` was given; None for objects that the code under test made itself."""
+    thread: Literal["caller", "driver"]
+    """"caller": inside a call made by one of the program's threads; "driver": on a thread of the driver."""
+    thread_id: int
+    """The operating system's thread id (`threading.get_native_id()`)."""
+
+@final
+class UserObject:
+    """A CUuserObject with one reference, whose destructor is noted in `Driver.destructors`."""
+
+    handle: int
+    tag: object
+    def retain(self, count: int = 1) -> None: ...
+    def release(self, count: int = 1) -> None: ...
+    @property
+    def destroyed(self) -> bool: ...
+
+@final
+class Graph:
+    """A template (CUgraph). Handles are recycled after `destroy()`."""
+
+    handle: int
+    @property
+    def owners(self) -> int:
+        """How many different user objects this graph itself holds."""
+    def add_node(self) -> None: ...
+    def add_child(self, child: Graph) -> None: ...
+    def add_conditional(self) -> Graph:
+        """Adds a conditional node and returns its body, to be filled by `Stream.capture(into=body)`."""
+    def clone(self) -> Graph: ...
+    def instantiate(self) -> Exec: ...
+    def retain(self, obj: UserObject, count: int = 1, *, move: bool = False) -> None: ...
+    def release(self, obj: UserObject, count: int = 1) -> None: ...
+    def destroy(self) -> None: ...
+
+@final
+class Exec:
+    """An executable (CUgraphExec)."""
+
+    handle: int
+    @property
+    def owners(self) -> int:
+        """How many different user objects this executable holds, those of children and bodies included."""
+    def launch(self, stream: Stream, *, seconds: float = 0.0, until: Event | None = None) -> None: ...
+    def update(self, graph: Graph) -> None: ...
+    def destroy(self) -> None: ...
+
+@final
+class Event:
+    """A CUevent; or, never recorded but `set()` by the test, the gate of `Exec.launch(until=...)`."""
+
+    handle: int
+    def record(self, stream: Stream) -> None: ...
+    def query(self) -> bool: ...
+    def synchronize(self) -> None: ...
+    def set(self) -> None: ...
+    def destroy(self) -> None: ...
+
+@final
+class Capture:
+    """What `Stream.capture()` yields."""
+
+    @property
+    def id(self) -> int: ...
+    @property
+    def graph(self) -> Graph: ...
+
+@final
+class Stream:
+    """A CUstream. Entered as a context manager it is the calling thread's current stream."""
+
+    handle: int
+    device: int
+    def __cuda_stream__(self) -> tuple[int, int]: ...
+    def __enter__(self) -> Stream: ...
+    def __exit__(self, *exc: object) -> None: ...
+    def capture(self, mode: Mode = "global", *, into: Graph | None = None) -> AbstractContextManager[Capture]:
+        """Captures the body of the `with`; this stream is the current one meanwhile."""
+    def begin_capture(self, mode: Mode = "global", *, into: Graph | None = None) -> None: ...
+    def end_capture(self) -> Graph: ...
+    def kernel(self) -> None:
+        """One unit of work: a node where the stream is capturing, else nothing that can be seen."""
+    def wait(self, other: Stream | Event) -> None:
+        """Work that comes later on this stream waits for `other`; forks or joins a capture."""
+    def invalidate(self) -> None:
+        """Breaks the capture that this stream takes part in, as an illegal call would."""
+    def query(self) -> bool: ...
+    def synchronize(self) -> None: ...
+    def destroy(self) -> None: ...
+
+@final
+class Driver:
+    """What `simulated_driver()` yields: CUDA's nouns, and the switches that a test turns."""
+
+    Error: type[Error]
+    destructors: list[Destructor]
+    """Every destructor that ran, in order (objects of the code under test included)."""
+    @property
+    def legacy(self) -> Stream:
+        """The legacy NULL stream."""
+    def Stream(self, *, blocking: bool = False, device: int | None = None) -> Stream: ...
+    def Event(self) -> Event: ...
+    def Graph(self) -> Graph: ...
+    def UserObject(self, tag: object = None) -> UserObject: ...
+    def device(self, index: int) -> AbstractContextManager[None]:
+        """Makes that device's context the calling thread's current one (there are two devices)."""
+    def no_context(self) -> AbstractContextManager[None]: ...
+    def thread_mode(self, mode: Mode) -> AbstractContextManager[None]:
+        """cuThreadExchangeStreamCaptureMode around the body."""
+    def call(self, name: str, stream: Stream | None = None) -> int:
+        """Makes one bare driver call that a capture may forbid, and returns its status.
+
+        `cuMemAlloc`, `cuMemFree`, `cuCtxSynchronize`, `cuCtxRecordEvent`, `cuStreamCreate`, `cuEventCreate`,
+        `cuUserObjectCreate`, `cuGraphCreate`; and on `stream`: `cuStreamQuery`, `cuStreamSynchronize`, `cuStreamGetId`,
+        `cuStreamGetFlags`, `cuStreamGetDevice`, `cuStreamGetCtx`, `cuStreamGetPriority`, `cuLaunchHostFunc`.
+        """
+    def query(self, stream: Stream) -> tuple[int, int, int, int]:
+        """cuStreamGetCaptureInfo: (result, status, capture id, graph handle)."""
+    def reset_context(self) -> None:
+        """cuDevicePrimaryCtxReset of the current device."""
+    # The simulator's own: no real driver has these.
+    def fail(self, symbol: str, nth: int = 1, code: int = 2) -> None:
+        """Makes the nth call from now of one of the table's symbols return `code` and do nothing else."""
+    def calls(self, symbol: str) -> int:
+        """How many calls of one of the table's symbols were made so far."""
+
+def simulated_driver() -> AbstractContextManager[Driver]: ...

@@ -1,0 +1,319 @@
+# Managed captures: those whose begin and end are seen (arena.torch patches them in). Their executables are kept clean: the
+# user object leaves the graph before each instantiation, and a reference on the CPU side, or the kept template, holds it
+# from then on. What the driver then no longer covers, launches in flight, is covered by fences. Called with the GIL.
+
+from libc.stdlib cimport calloc, free
+
+cdef extern from *:
+    """
+    /* Where a retain on this thread most likely belongs. A hint only: `capture` is looked up, and ids are never reused,
+     * so a stale one finds a sealed list or none. */
+    static __thread struct { void *stream; uint64_t capture; } managed_here;
+
+    /* One stream that a graph was replayed on. `event` is NULL until it could be recorded. */
+    typedef struct fence_mark { void *stream; void *context; CUevent event; } fence_mark;
+
+    /* A reference to a user object that goes when every mark has passed. 0 <= passed <= count. */
+    typedef struct fence {
+        struct fence *next;
+        CUuserObject object;
+        size_t count;
+        fence_mark marks[];
+    } fence;
+    """
+    ctypedef struct here:
+        void *stream
+        uint64_t capture
+    here managed_here
+
+    ctypedef struct fence_mark:
+        void *stream
+        void *context
+        CUevent event
+
+    ctypedef struct fence:
+        fence *next
+        CUuserObject object
+        size_t count
+        fence_mark *marks
+
+cdef int managed_open = 0   # managed captures between begin and seal
+cdef fence *fences = NULL   # references that wait for replays to finish
+cdef unsigned int epoch = 0  # of the driver in use: what was made with another has nothing to say to this one
+
+
+cdef inline owner_list *open_here(void *stream) noexcept:
+    """The list of the managed capture that this thread began on that stream, without asking the driver; or NULL."""
+    cdef owner_list *owners
+    if not managed_open or managed_here.capture == 0 or managed_here.stream != stream or state != READY:
+        return NULL
+    owners = list_of(managed_here.capture)
+    if owners == NULL or owners.sealed or owners.object == NULL:
+        return NULL
+    return owners
+
+
+@cython.no_gc_clear  # letting go needs `streams`, also when the collector found us in a cycle
+@cython.final
+cdef class ManagedCapture:
+    """One capture from its begin to the end of its graph's owner: begin, seal, hold, replayed, drop."""
+
+    cdef readonly uint64_t id   # the capture's id
+    cdef CUuserObject object    # our reference, from the seal on; NULL if nothing was retained
+    cdef CUgraph holder         # the graph that holds a reference too, or NULL
+    cdef unsigned int epoch     # the driver's that it belongs to
+    cdef bint open              # between begin and seal
+    cdef list scopes            # of the thread that began
+    cdef dict streams           # (context, stream) pairs that the graph was replayed on; a dict keeps their order
+
+    def __cinit__(self):
+        self.object = NULL
+        self.holder = NULL
+
+    def __dealloc__(self):
+        self.let_go()
+
+    cdef bint stale(self) noexcept:
+        return self.epoch != epoch or state == FORKED
+
+    def seal(self):
+        """The list takes no more owners and no graph holds it: what is instantiated now is clean.
+
+        Called before the end of the capture, and again before each further instantiation of a kept template.
+        """
+        cdef owner_list *owners
+        if self.stale():
+            return
+        if self.open:
+            self.close()
+            owners = list_of(self.id)
+            if owners == NULL:
+                return
+            owner_list_seal(owners)
+            owners.scopes = NULL
+            if owners.object == NULL:
+                discard(owners)
+                return
+            if owners.managed:  # else it is held by the executable: its begin was not seen
+                self.object = <CUuserObject>owners.object
+                self.holder = <CUgraph>owners.graph
+        if self.holder != NULL:
+            graph, self.holder = <intptr_t>self.holder, NULL
+            # An error means that the graph is gone (an invalidated capture), and its reference with it.
+            driver.cuGraphReleaseUserObject(<CUgraph><void *><intptr_t>graph, self.object, 1)
+
+    def hold(self, template=0):
+        """The capture has ended. With `template` (a CUgraph), that graph holds the owners too, so that its clones do.
+
+        Raises:
+            DriverError: The template refused the reference; ours still holds the owners.
+        """
+        cdef CUgraph graph = <CUgraph>PyLong_AsVoidPtr(template)
+        cdef owner_list *owners
+        if self.stale():
+            return
+        owners = list_of(self.id)
+        if owners != NULL and owners.sealed:
+            owners.ended = True
+        if self.object == NULL or graph == NULL:
+            return
+        check(driver.cuGraphRetainUserObject(graph, self.object, 1, 0), "cuGraphRetainUserObject")
+        self.holder = graph
+
+    def replayed(self, stream):
+        """The graph was launched on that stream: the owners must outlive that work."""
+        cdef CUcontext context = NULL
+        driver.cuCtxGetCurrent(&context)
+        if self.streams is None:
+            self.streams = {}
+        self.streams[<intptr_t>context, stream] = None
+
+    def drop(self):
+        """The graph's owner is gone. Our reference goes when all replays have finished; the call does not wait."""
+        self.let_go()
+
+    cdef void close(self) noexcept:
+        global managed_open
+        self.open = False
+        managed_open -= 1
+        if managed_here.capture == self.id:
+            managed_here.capture = 0
+            managed_here.stream = NULL
+
+    cdef void let_go(self) noexcept:
+        cdef owner_list *owners
+        cdef fence *wait
+        cdef size_t i = 0
+        if self.stale():
+            return
+        if self.open:  # abandoned: the capture was neither sealed nor ended in our sight
+            self.close()
+            owners = list_of(self.id)
+            if owners != NULL and owners.managed:
+                owners.scopes = NULL
+                owner_list_seal(owners)
+                owners.ended = True
+                if owners.object == NULL:
+                    discard(owners)
+                else:
+                    self.object = <CUuserObject>owners.object
+        if self.object == NULL:
+            return
+        object, self.object = <intptr_t>self.object, NULL
+        if self.streams:
+            wait = <fence *>calloc(1, sizeof(fence) + len(self.streams) * sizeof(fence_mark))
+            if wait == NULL:
+                return  # leaked: the only safe thing left
+            wait.object = <CUuserObject><void *><intptr_t>object
+            for context, stream in self.streams:
+                wait.marks[i].context = <void *><intptr_t>context
+                wait.marks[i].stream = <void *><intptr_t>stream
+                i += 1
+            wait.count = i
+            self.streams = None
+            add_fence(wait)
+        else:
+            driver.cuUserObjectRelease(<CUuserObject><void *><intptr_t>object, 1)
+
+
+def begin(stream):
+    """Begins a managed capture: `stream` has just begun to capture, on this thread.
+
+    Returns:
+        A `ManagedCapture`.
+
+    Raises:
+        CaptureError: The stream is not capturing, or its capture was invalidated.
+        DriverError: There is no usable driver.
+    """
+    global managed_open
+    cdef void *handle = NULL
+    cdef uint64_t capture
+    cdef CUgraph graph
+    cdef owner_list *owners
+    cdef owner_list *before
+    cdef ManagedCapture managed = ManagedCapture.__new__(ManagedCapture)
+    need_driver()
+    managed.scopes = scopes_here(True)
+    if not reclaimer_started:
+        start_reclaimer()
+    if not find_stream(stream, &handle) or not ask(handle, &capture, &graph):
+        raise CaptureError(f"stream {<intptr_t>handle:#x} is not capturing")
+    owners = owner_list_new(capture)
+    if owners == NULL or owner_index_reserve(&index):
+        if owners != NULL:
+            owner_list_free(owners)
+        raise MemoryError(f"no memory for the owner list of capture {capture}")
+    before = list_of(capture)
+    if before != NULL:
+        forget(before)  # an earlier capture into the same graph
+    owners.managed = True
+    owners.scopes = <void *>managed.scopes
+    owners.graph = graph
+    owner_index_insert(&index, owners)
+    managed.id = capture
+    managed.epoch = epoch
+    managed.open = True
+    managed_open += 1
+    managed_here.stream = handle
+    managed_here.capture = capture
+    return managed
+
+
+cdef void discard(owner_list *owners) noexcept:
+    """A list that nothing was retained in, and that no user object knows."""
+    forget(owners)
+    owner_list_free(owners)
+
+
+cdef void forget_managed() noexcept:
+    """Another driver is about to be used: all lists are gone, and with them all that these could hold."""
+    global managed_open, fences, epoch
+    cdef fence *wait
+    cdef size_t i
+    epoch += 1
+    managed_open = 0
+    while fences != NULL:
+        wait, fences = fences, fences.next
+        free(wait)
+    # Managed captures that retained nothing: no user object knows their lists.
+    for i in range(index.size):
+        while index.buckets[i] != NULL:
+            discard(index.buckets[i])
+
+
+# ---- fences ----
+
+cdef void add_fence(fence *wait) noexcept:
+    global fences
+    wait.next = fences
+    fences = wait
+    poll_fences()
+    if fences != NULL:
+        sem_post(&owner_dead_wake)  # the thread begins to poll
+
+
+cdef void poll_fences() noexcept:
+    """Lets go of the references whose replays have finished."""
+    global fences
+    cdef fence *wait
+    cdef fence *left = NULL
+    cdef fence *after
+    cdef CUstreamCaptureMode mode
+    cdef CUuserObject object
+    if fences == NULL:
+        return
+    # In any other mode a query breaks every global-mode capture of the process.
+    mode = CU_STREAM_CAPTURE_MODE_RELAXED
+    driver.cuThreadExchangeStreamCaptureMode(&mode)
+    wait, fences = fences, NULL
+    while wait != NULL:
+        after = wait.next
+        while wait.count and passed(&wait.marks[wait.count - 1]):
+            wait.count -= 1
+        if wait.count:
+            wait.next = left
+            left = wait
+        else:
+            object = wait.object
+            free(wait)
+            driver.cuUserObjectRelease(object, 1)
+        wait = after
+    fences = left
+    driver.cuThreadExchangeStreamCaptureMode(&mode)
+
+
+cdef bint passed(fence_mark *mark) noexcept:
+    """Whether the work that the stream had when the mark was made is done. Makes the mark where it could not be made."""
+    cdef CUresult code
+    cdef CUevent event = NULL
+    cdef CUcontext context
+    if mark.event == NULL:
+        if busy(mark):
+            return False
+        if mark.context != NULL and driver.cuCtxPushCurrent(<CUcontext>mark.context) != CUDA_SUCCESS:
+            return True  # the context is gone, and all its work with it
+        code = driver.cuEventCreate(&event, CU_EVENT_DISABLE_TIMING)
+        if code == CUDA_SUCCESS:
+            code = driver.cuEventRecord(event, <CUstream>mark.stream)
+        if mark.context != NULL:
+            driver.cuCtxPopCurrent(&context)
+        # A capture that began meanwhile has swallowed the record; to query it would break that capture.
+        if code != CUDA_SUCCESS or busy(mark):
+            if event != NULL:
+                driver.cuEventDestroy(event)
+            return False
+        mark.event = event
+    if driver.cuEventQuery(mark.event) == CUDA_ERROR_NOT_READY:
+        return False
+    driver.cuEventDestroy(mark.event)
+    mark.event = NULL
+    return True
+
+
+cdef bint busy(fence_mark *mark) noexcept:
+    """Whether the stream is capturing, or cannot be asked now."""
+    cdef CUstreamCaptureStatus status = CU_STREAM_CAPTURE_STATUS_NONE
+    cdef uint64_t capture
+    return driver.cuStreamGetCaptureInfo(<CUstream>mark.stream, &status, &capture, NULL, NULL, NULL) != CUDA_SUCCESS or (
+        status != CU_STREAM_CAPTURE_STATUS_NONE)

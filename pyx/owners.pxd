@@ -1,0 +1,56 @@
+# The C declarations of owners.h, for registry.pyx and the tests.
+
+from libc.stdint cimport uint64_t
+
+
+cdef extern from "owners.h" nogil:
+    ctypedef struct owner_entry:
+        void *object
+        void (*release)(void *) noexcept
+
+    ctypedef struct owner_list:
+        owner_list *next
+        uint64_t capture
+        owner_entry *entries
+        size_t count
+        size_t capacity
+        size_t cursor
+        void *context
+        void *graph
+        void *object
+        void *scopes
+        bint managed
+        bint sealed
+        bint ended
+        bint indexed
+
+    ctypedef struct owner_index:
+        owner_list **buckets
+        size_t size
+        size_t count
+
+    ctypedef struct sem_t:
+        pass
+
+    sem_t owner_dead_wake
+
+    void owner_list_check(const owner_list *list)
+    owner_list *owner_list_new(uint64_t capture)
+    void owner_list_free(owner_list *list)
+    int owner_list_reserve(owner_list *list, size_t more)
+    void owner_list_append(owner_list *list, void *object, void (*release)(void *) noexcept)
+    void owner_list_seal(owner_list *list)
+
+    void owner_index_check(const owner_index *index)
+    owner_list *owner_index_find(const owner_index *index, uint64_t capture)
+    int owner_index_reserve(owner_index *index)
+    void owner_index_insert(owner_index *index, owner_list *list)
+    void owner_index_remove(owner_index *index, owner_list *list)
+
+    void owner_list_died(void *list)
+    bint owner_dead_any()
+    owner_list *owner_dead_take()
+    void owner_dead_wait(double seconds)
+
+    int sem_init(sem_t *, int, unsigned int)
+    int sem_post(sem_t *)

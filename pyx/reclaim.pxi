@@ -1,0 +1,259 @@
+# The way out: dead lists are taken from the stack that destructors push to, queued, and their owners released in the
+# order of registration, by whoever calls `reclaim()` or by one daemon thread. The queue is guarded by the GIL and each
+# owner is taken off before it is released, so that an owner's `__del__` may reclaim, retain or destroy graphs.
+
+from cpython.ref cimport Py_DECREF
+
+cdef extern from *:
+    """
+    #include <pthread.h>
+    #include <sched.h>
+
+    static __thread int releasing_here; /* owners that this thread is in the middle of releasing */
+    static sem_t reclaimer_stopped;     /* posted by the thread as its last act */
+
+    static double seconds_now(void) {
+        struct timespec now;
+        clock_gettime(CLOCK_MONOTONIC, &now);
+        return (double)now.tv_sec + 1e-9 * (double)now.tv_nsec;
+    }
+    static void sleep_a_little(void) { nanosleep(&(struct timespec){0, 300000}, NULL); }
+    static void wait_for_stop(long seconds) {
+        struct timespec until;
+        clock_gettime(CLOCK_REALTIME, &until);
+        until.tv_sec += seconds;
+        while (sem_timedwait(&reclaimer_stopped, &until) && errno == EINTR) {
+        }
+    }
+    """
+    int releasing_here
+    sem_t reclaimer_stopped
+    double seconds_now() nogil
+    void sleep_a_little() nogil
+    void wait_for_stop(long seconds) nogil
+    int sched_yield() nogil
+    int pthread_atfork(void *, void *, void (*child)() noexcept) nogil
+
+cdef extern from "Python.h":
+    int PyErr_CheckSignals() except -1
+
+cdef enum:
+    BATCH = 256            # owners that the thread releases before it lets others have the GIL
+    LONGEST_CAPTURE = 30   # seconds for which the thread waits for open managed captures; then it goes on
+    FENCE_POLL_MS = 1
+
+cdef double LATE_DESTRUCTOR = 0.01  # the driver runs them up to about 1 ms after the executable's destruction
+
+cdef owner_list *queue_first = NULL  # dead lists, the first to die first
+cdef owner_list *queue_last = NULL
+cdef int releasing = 0               # owners that are being released now, by any thread
+cdef bint reclaimer_started = False  # or could not be: it is tried once
+cdef bint reclaimer_runs = False
+cdef bint stopping = False
+
+
+def reclaim(timeout=None):
+    """Releases the owners whose graphs are gone.
+
+    A thread does this by itself; call it where memory must be back before the next line. It may be called from an
+    owner's `__del__`. While a managed capture is open nothing is released: finalizers could break the capture.
+
+    Args:
+        timeout: None: do what can be done now. A number: wait that many seconds at most for owners that are on their way
+            out (behind a fence, behind an open managed capture, in the thread's hands, or in the driver, which runs
+            destructors up to about a millisecond after the executable was destroyed). A graph that is still alive, or an
+            executable destroyed with a launch in flight, is not waited for: synchronize first.
+
+    Returns:
+        How many owners went during the call.
+
+    Raises:
+        ValueError: `timeout` is negative or not a number.
+    """
+    cdef double limit = 0, quiet_since, now
+    cdef uint64_t before = released, seen
+    if timeout is not None:
+        limit = timeout
+        if not limit >= 0:
+            raise ValueError(f"timeout is {timeout!r}, not a number of seconds")
+    if state == FORKED:
+        return 0
+    release_now()
+    if limit > 0:
+        quiet_since = seconds_now()
+        limit += quiet_since
+        seen = released
+        while True:
+            now = seconds_now()
+            if released != seen:
+                seen = released
+                quiet_since = now
+            if now >= limit or not on_their_way() and (not live or now - quiet_since > LATE_DESTRUCTOR):
+                break
+            with nogil:
+                sleep_a_little()
+            PyErr_CheckSignals()
+            release_now()
+    return released - before
+
+
+cdef bint on_their_way() noexcept:
+    return queue_first != NULL or owner_dead_any() or fences != NULL or releasing > releasing_here
+
+
+cdef void drain() noexcept:
+    """Takes the dead lists from the stack: out of the index, into the queue. Runs no Python code."""
+    global queue_first, queue_last, dead, live
+    cdef owner_list *each
+    cdef owner_list *first
+    if state == FORKED:
+        return
+    first = owner_dead_take()
+    while first != NULL:
+        each = first
+        first = first.next
+        each.next = NULL
+        forget(each)
+        if each.object != NULL:
+            live -= 1
+        dead += each.count
+        if queue_last != NULL:
+            queue_last.next = each
+        else:
+            queue_first = each
+        queue_last = each
+
+
+cdef void release_now() noexcept:
+    """Everything that can go now."""
+    poll_fences()
+    drain()
+    while not managed_open and release_some(BATCH):
+        drain()
+
+
+cdef size_t release_some(size_t most) noexcept:
+    """Releases up to `most` owners of the queue, in relaxed capture mode and in their list's context."""
+    global queue_first, queue_last, dead, released, releasing, releasing_here
+    cdef size_t done = 0
+    cdef owner_list *owners
+    cdef owner_entry entry
+    cdef CUcontext context = NULL
+    cdef CUstreamCaptureMode mode
+    if queue_first == NULL:
+        return 0
+    # Releasing frees memory and destroys events and graphs: in any other mode that would break somebody's capture.
+    mode = CU_STREAM_CAPTURE_MODE_RELAXED
+    driver.cuThreadExchangeStreamCaptureMode(&mode)
+    while done < most:
+        # Read afresh each time: the release before may have reclaimed, and freed the list.
+        owners = queue_first
+        if owners == NULL:
+            break
+        if owners.cursor == owners.count:
+            queue_first = owners.next
+            if queue_first == NULL:
+                queue_last = NULL
+            owner_list_free(owners)
+            continue
+        if <void *>context != owners.context:
+            if context != NULL:
+                driver.cuCtxPopCurrent(&context)
+            context = <CUcontext>owners.context
+            if context != NULL and driver.cuCtxPushCurrent(context) != CUDA_SUCCESS:
+                context = NULL  # it was destroyed: the owners go without it
+                owners.context = NULL
+        owner_list_check(owners)
+        entry = owners.entries[owners.cursor]
+        owners.cursor += 1
+        done += 1
+        releasing += 1
+        releasing_here += 1
+        if entry.release != NULL:
+            entry.release(entry.object)
+        else:
+            Py_DECREF(<object>entry.object)
+        releasing_here -= 1
+        releasing -= 1
+        dead -= 1
+        released += 1
+    if context != NULL:
+        driver.cuCtxPopCurrent(&context)
+    driver.cuThreadExchangeStreamCaptureMode(&mode)
+    return done
+
+
+# ---- the thread ----
+
+cdef void start_reclaimer() noexcept:
+    """On the first list of the process. A thread that cannot be started (at exit, out of threads) is not missed:
+    `reclaim()` does its work, and what nobody reclaims is left to the process's end."""
+    global reclaimer_started, reclaimer_runs
+    reclaimer_started = True
+    if stopping:
+        return
+    try:
+        import _thread
+        import atexit
+        atexit.register(stop_reclaimer)
+        _thread.start_new_thread(reclaimer, ())
+        reclaimer_runs = True
+    except Exception:
+        pass
+
+
+def reclaimer():
+    """The daemon thread: sleeps without the GIL until the first death, then releases in batches."""
+    cdef double waited
+    while not stopping:
+        with nogil:
+            owner_dead_wait(-1 if fences == NULL else FENCE_POLL_MS / 1000.0)
+        if stopping:
+            break
+        poll_fences()
+        drain()
+        waited = 0
+        while queue_first != NULL and not stopping:
+            if managed_open and waited < LONGEST_CAPTURE:
+                with nogil:
+                    sleep_a_little()
+                waited += 0.0003
+                continue
+            release_some(BATCH)
+            with nogil:
+                sched_yield()
+            drain()
+    sem_post(&reclaimer_stopped)
+
+
+def stop_reclaimer():
+    """Before the interpreter goes: release what is dead, then make sure that the thread never asks for the GIL again.
+    What dies later is left to the process's end."""
+    global stopping
+    if state != FORKED:
+        release_now()
+    stopping = True
+    if reclaimer_runs:
+        sem_post(&owner_dead_wake)
+        with nogil:
+            wait_for_stop(2)
+
+
+cdef void forked() noexcept nogil:
+    """In a child, right after fork. If CUDA was in use, all that was inherited is out of reach for good."""
+    global state, leaked, dead, live, queue_first, queue_last, reclaimer_started, reclaimer_runs, releasing, managed_open
+    global fences
+    reclaimer_started = reclaimer_runs = False
+    sem_init(&owner_dead_wake, 0, 0)
+    if used:
+        state = FORKED
+        leaked = retained - released
+        dead = live = 0
+        queue_first = queue_last = NULL
+        fences = NULL
+        managed_open = releasing = 0
+
+
+sem_init(&owner_dead_wake, 0, 0)
+sem_init(&reclaimer_stopped, 0, 0)
+pthread_atfork(NULL, NULL, forked)

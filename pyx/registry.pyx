@@ -1,0 +1,500 @@
+# cython: language_level=3
+"""The registry: which owners each captured graph keeps alive.
+
+It owns every owner list from the first `retain` of a capture until the last owner of the list was released. All of its
+state is guarded by the GIL, which is never given up between the driver's answer and the append that rests on it. The one
+function that runs without the GIL is the destructor, in owners.h. This file holds the way in (asking the driver,
+attaching, retaining); scopes.pxi holds `collect` and `suspend`, reclaim.pxi the way out (queue, thread, exit, fork),
+managed.pxi the captures whose begin and end we see.
+"""
+
+cimport cython
+from cpython.exc cimport PyErr_Clear
+from cpython.long cimport PyLong_AsVoidPtr, PyLong_CheckExact
+from cpython.object cimport PyObject
+from cpython.ref cimport Py_INCREF
+from libc.stdint cimport intptr_t, uint64_t
+
+from driver cimport *
+from owners cimport *
+
+
+cdef extern from "Python.h":
+    PyObject *_PyType_Lookup(type kind, object name)
+    PyObject *PyImport_GetModule(object name) except? NULL
+    PyObject *PyThreadState_GetDict()
+    long long PyLong_AsLongLong(object value)  # -1 with an error set; checked by find_handle
+
+cdef extern from *:
+    """
+    #ifndef RTLD_NOLOAD
+    #define RTLD_NOLOAD 4
+    #endif
+    /* torch's stable C ABI, from a library that torch has already loaded; NULL where there is none. */
+    static void *torch_current_stream(void) {
+        void *library = dlopen("libtorch_cuda.so", RTLD_LAZY | RTLD_NOLOAD);
+        return library ? dlsym(library, "aoti_torch_get_current_cuda_stream") : NULL;
+    }
+    """
+    void *torch_current_stream() nogil
+
+
+class DriverError(RuntimeError):
+    """The CUDA driver is missing, too old, or refused a call that the registry needs."""
+
+    __module__ = "arena"
+
+
+class CaptureError(RuntimeError):
+    """The stream's capture cannot take owners: it was invalidated, sealed, or ended meanwhile."""
+
+    __module__ = "arena"
+
+
+# What one look at `state` tells the hot path: anything but READY goes the slow way.
+cdef enum:
+    UNASKED = 0   # nobody needed the driver yet
+    READY = 1     # `driver` is filled
+    ABSENT = 2    # no libcuda.so.1: nothing can be capturing
+    UNUSABLE = 3  # a driver that lacks something we need; `why` says what
+    FORKED = 4    # a child of a process that used CUDA: nothing is retained or released here
+
+cdef int state = UNASKED
+cdef bint used = False  # CUDA answered at least once: a child forked from now on cannot use what it inherits
+cdef driver_table driver
+cdef char[256] why
+
+cdef owner_index index                # lists that take owners, or did and are held by a graph
+cdef owner_list *current_list = NULL  # the one used last; NULL or in `index`
+
+cdef uint64_t retained = 0  # owners ever retained: == owners alive + dead + released + leaked
+cdef uint64_t dead = 0      # owners of dead lists, not yet released
+cdef uint64_t released = 0  # owners let go
+cdef uint64_t leaked = 0    # owners that never will be (a forked child's)
+cdef size_t live = 0        # lists whose user object exists
+
+
+# ---- public ----
+
+def retain(owner, stream=None):
+    """Ties `owner` to the life of the graph that `stream` is capturing.
+
+    The owner (or what its type's `__cuda_owners__()` returns) lives until the graph, every executable, clone and parent
+    made from it, and every launch of those is gone. Nothing is paid for it at replay beyond what the driver charges an
+    executable that holds a user object, however many owners there are.
+
+    Args:
+        owner: Any object but None. It is never compared, hashed or copied. If its type defines `__cuda_owners__()`, the
+            owners that this returns (an iterable, taken as they are) are retained instead of it; it is called only while
+            a capture or a scope is open.
+        stream: A CUstream as an int, a `torch.cuda.Stream`, a `cuda.core` stream, or anything with `__cuda_stream__`.
+            None: torch's current stream, where torch is loaded and CUDA is initialised. An int cannot be checked: a
+            handle that was destroyed is undefined behaviour in the driver.
+
+    Returns:
+        True if a capture or an enclosing `collect()` took the owner; False if neither was open. Without a CUDA driver
+        nothing captures, so False. Asking never initialises CUDA.
+
+    Raises:
+        TypeError: `owner` is None, or `stream` is not a stream.
+        ValueError: `stream` is a negative handle, or a stream object that was closed.
+        CaptureError: The capture was invalidated, or was sealed and has not ended.
+        DriverError: The driver refused, or is too old. In every case of an exception nothing was retained.
+    """
+    cdef void *handle = NULL
+    if owner is None:
+        raise TypeError("retain() needs an owner, not None")
+    cdef int found = find_stream(stream, &handle)
+    if scopes_open:
+        return retain_scoped(owner, handle, found)
+    if found and retain_on(owner, handle):
+        return True
+    return False
+
+
+def capture_id(stream=None):
+    """The id of the capture that `stream` takes part in, or None.
+
+    Args:
+        stream: As for `retain`.
+
+    Returns:
+        An int that the driver gives to one graph under capture and never again in this process
+        (cuStreamGetCaptureInfo); all streams and threads of a capture see the same. None if the stream is not capturing.
+
+    Raises:
+        TypeError, ValueError, DriverError: As for `retain`.
+        CaptureError: The capture was invalidated: it has no id any more.
+    """
+    cdef void *handle = NULL
+    cdef uint64_t capture
+    cdef CUgraph graph
+    if find_stream(stream, &handle) and ask(handle, &capture, &graph):
+        return capture
+    return None
+
+
+@cython.final
+cdef class Stats:
+    """What the registry holds at one moment: `retained == owners + dead + released + leaked`."""
+
+    cdef readonly uint64_t lists
+    """Owner lists alive: captures that retained something and whose graph still exists."""
+    cdef readonly uint64_t owners
+    """Owners that a living graph keeps."""
+    cdef readonly uint64_t dead
+    """Owners whose graph is gone and that wait to be released."""
+    cdef readonly uint64_t released
+    """Owners released since the process began."""
+    cdef readonly uint64_t leaked
+    """Owners that will never be released: in a forked child, those of its parent."""
+    cdef readonly uint64_t retained
+    """Owners ever retained; one object retained twice counts twice."""
+
+    def __repr__(self):
+        return (
+            f"Stats(lists={self.lists}, owners={self.owners}, dead={self.dead}, released={self.released}, "
+            f"leaked={self.leaked}, retained={self.retained})"
+        )
+
+
+def stats():
+    """Counts what the registry holds now. Exact, and costs the same however much that is.
+
+    Returns:
+        A `Stats` with the ints `lists`, `owners`, `dead`, `released`, `leaked` and `retained`.
+    """
+    cdef Stats now = Stats.__new__(Stats)
+    drain()
+    now.lists = live
+    now.owners = retained - dead - released - leaked
+    now.dead = dead
+    now.released = released
+    now.leaked = leaked
+    now.retained = retained
+    return now
+
+
+def driver_version():
+    """The installed driver's CUDA version as the driver gives it (13000 for 13.0).
+
+    Raises:
+        DriverError: There is no driver, it is too old, or this process was forked from one that used CUDA.
+    """
+    cdef int version = 0
+    need_driver()
+    check(driver.cuDriverGetVersion(&version), "cuDriverGetVersion")
+    return version
+
+
+# ---- for Cython ----
+
+cdef int retain_on(object owner, void *stream) except -1:
+    cdef owner_list *owners = open_here(stream)
+    cdef uint64_t capture
+    cdef CUgraph graph
+    if owners == NULL:
+        if not ask(stream, &capture, &graph):
+            return 0
+        owners = list_of(capture)
+    if _PyType_Lookup(type(owner), "__cuda_owners__") != NULL:
+        return retain_all(owners_of(owner), stream)
+    if owners == NULL or owners.sealed or owners.object == NULL:
+        owners = list_for(stream, 1)
+        if owners == NULL:
+            return 0
+    elif owners.count == owners.capacity and owner_list_reserve(owners, 1):
+        no_memory(owners)
+    keep(owners, owner)
+    return 1
+
+
+cdef int retain_opaque(void *thing, void (*release)(void *) noexcept nogil, void *stream) except -1:
+    global retained
+    if thing == NULL or release == NULL:
+        raise ValueError("an opaque owner needs an object and a release function, neither of them NULL")
+    cdef owner_list *owners = list_for(stream, 1)
+    if owners == NULL:
+        return 0
+    owner_list_append(owners, thing, release)
+    retained += 1
+    return 1
+
+
+cdef int use_driver(const void *table) except -1:
+    global driver, state, used
+    if state == FORKED:
+        return 0
+    drain()
+    if live or queue_first != NULL:
+        raise RuntimeError(f"the driver cannot be exchanged while {live} owner lists are alive and {dead} owners wait")
+    forget_managed()
+    if table != NULL:
+        driver = (<const driver_table *>table)[0]
+        state = READY
+    else:
+        state = UNASKED
+    used = False
+    return 0
+
+
+# ---- asking the driver ----
+
+cdef int need_driver() except -1:
+    if driver_ready():
+        return 0
+    if state == FORKED:
+        raise DriverError("this process was forked from one that had used CUDA: it can use neither CUDA nor its graphs")
+    raise DriverError(why.decode())
+
+
+cdef int driver_ready() except -1:
+    """1: `driver` may be called. 0: nothing can be capturing in this process."""
+    global state
+    cdef int code
+    if state == UNASKED:
+        code = driver_fill(&driver, why, sizeof(why))
+        state = READY if code == DRIVER_READY else ABSENT if code == DRIVER_ABSENT else UNUSABLE
+    if state == UNUSABLE:
+        # Something may well be capturing: False would be a lie that frees memory too early.
+        raise DriverError(why.decode())
+    return state == READY
+
+
+cdef inline int ask(void *stream, uint64_t *capture, CUgraph *graph) except -1:
+    """1 with the capture's id and graph, or 0: not capturing."""
+    global used
+    cdef CUstreamCaptureStatus status = CU_STREAM_CAPTURE_STATUS_NONE
+    cdef CUresult code
+    if state != READY and not driver_ready():
+        return 0
+    code = driver.cuStreamGetCaptureInfo(<CUstream>stream, &status, capture, graph, NULL, NULL)
+    if code == CUDA_SUCCESS:
+        used = True
+        if status == CU_STREAM_CAPTURE_STATUS_NONE:
+            return 0
+        if status == CU_STREAM_CAPTURE_STATUS_ACTIVE:
+            return 1
+    return no_capture(stream, code)
+
+
+cdef int no_capture(void *stream, CUresult code) except -1:
+    if code == CUDA_SUCCESS:
+        raise CaptureError(f"the capture on stream {<intptr_t>stream:#x} was invalidated: it takes no owners")
+    # No context, CUDA not initialised or already shut down, no device, or the legacy stream beside somebody's capture.
+    if code in (
+        CUDA_ERROR_INVALID_CONTEXT, CUDA_ERROR_NOT_INITIALIZED, CUDA_ERROR_DEINITIALIZED, CUDA_ERROR_NO_DEVICE,
+        CUDA_ERROR_STREAM_CAPTURE_IMPLICIT,
+    ):
+        return 0
+    check(code, "cuStreamGetCaptureInfo", stream)
+
+
+cdef int check(CUresult code, str call, void *stream=NULL) except -1:
+    """Turns a status into a DriverError that names the call, the code and the stream."""
+    cdef const char *name = NULL
+    if code == CUDA_SUCCESS:
+        return 0
+    driver.cuGetErrorName(code, &name)
+    where = f" on stream {<intptr_t>stream:#x}" if stream != NULL else ""
+    raise DriverError(f"{call} failed{where}: {code} ({name.decode() if name != NULL else 'unknown error'})")
+
+
+cdef inline int find_stream(object stream, void **handle) except -1:
+    """1 with the handle; 0 if no stream was given and none is current."""
+    if PyLong_CheckExact(stream):
+        return find_handle(stream, handle)
+    if stream is None:
+        return find_current_stream(handle)
+    return find_handle(handle_in(stream), handle)
+
+
+cdef inline int find_handle(object value, void **handle) except -1:
+    cdef long long number = PyLong_AsLongLong(value)
+    if number < 0:  # or -1 with an error: no pointer of user space has its top bit set
+        return bad_handle(value)
+    handle[0] = <void *>number
+    return 1
+
+
+cdef int bad_handle(object value) except -1:
+    PyErr_Clear()
+    raise ValueError(f"{value!r} is not a stream handle")
+
+
+cdef object handle_in(object stream):
+    """The handle that a stream object carries, as a number."""
+    cdef type kind = type(stream)
+    if _PyType_Lookup(kind, "cuda_stream") != NULL:  # torch's
+        return stream.cuda_stream
+    if _PyType_Lookup(kind, "__cuda_stream__") != NULL:
+        value = stream.__cuda_stream__()[1]
+        if not value and kind.__module__.startswith("cuda.core"):
+            raise ValueError(f"{stream!r} is closed")
+        return int(value)
+    if _PyType_Lookup(kind, "getPtr") != NULL:  # a handle of cuda.bindings
+        return int(stream)
+    raise TypeError(f"a stream is an int handle, a torch.cuda.Stream or has __cuda_stream__; got {kind.__name__}")
+
+
+cdef int find_current_stream(void **handle) except -1:
+    """torch's current stream on the current device, from C: no Python call, and CUDA is never initialised by it."""
+    cdef CUdevice device
+    if state != READY and not driver_ready():
+        return 0
+    if driver.cuCtxGetDevice(&device) != CUDA_SUCCESS:
+        return 0
+    if driver.current_stream == NULL:
+        if PyImport_GetModule("torch") == NULL:
+            return 0
+        driver.current_stream = <int32_t (*)(int32_t, void **) noexcept nogil>torch_current_stream()
+        if driver.current_stream == NULL:
+            return 0
+    return driver.current_stream(device, handle) == 0
+
+
+# ---- attaching and appending ----
+
+cdef inline owner_list *list_of(uint64_t capture) noexcept:
+    """The list of that capture, or NULL. A list whose object was destroyed is never returned."""
+    global current_list
+    if owner_dead_any():
+        drain()
+    owner_index_check(&index)
+    if current_list != NULL and current_list.capture == capture:
+        return current_list
+    cdef owner_list *owners = owner_index_find(&index, capture)
+    if owners != NULL:
+        current_list = owners
+    return owners
+
+
+cdef inline void keep(owner_list *owners, object owner) noexcept:
+    global retained
+    Py_INCREF(owner)
+    owner_list_append(owners, <void *>owner, NULL)
+    retained += 1
+
+
+cdef owner_list *list_for(void *stream, size_t more) except? NULL:
+    """An open list with room for `more` owners, held by the graph that the stream is capturing; NULL: not capturing.
+
+    No Python code runs between the driver's last answer and the return, and what follows the return cannot fail.
+    """
+    cdef uint64_t capture
+    cdef CUgraph graph
+    cdef owner_list *owners
+    while True:
+        if not ask(stream, &capture, &graph):
+            return NULL
+        owners = list_of(capture)
+        if owners != NULL and owners.sealed:
+            if not owners.ended:
+                raise CaptureError(f"capture {capture} was sealed with {owners.count} owners and takes no more")
+            forget(owners)  # a second capture into the same graph: same id, a list of its own
+            owners = NULL
+        if owners != NULL and owners.object != NULL:
+            if owner_list_reserve(owners, more):
+                no_memory(owners)
+            return owners
+        if reclaimer_started:
+            return attach(owners, stream, capture, graph, more)
+        start_reclaimer()  # may run Python code: ask again
+
+
+cdef int no_memory(owner_list *owners) except -1:
+    raise MemoryError(f"no memory for owner {owners.count + 1} of capture {owners.capture}")
+
+
+cdef owner_list *attach(owner_list *owners, void *stream, uint64_t capture, CUgraph graph, size_t more) except NULL:
+    """The first owner of a capture: one user object, whose destructor is the list's death. `owners`: NULL, or a managed
+    list without an object yet."""
+    global current_list, live
+    cdef bint fresh = owners == NULL
+    cdef CUuserObject object = NULL
+    cdef CUgraph graph_now
+    cdef uint64_t capture_now
+    cdef CUresult code
+    cdef CUcontext context = NULL
+    if fresh:
+        owners = owner_list_new(capture)
+    if owners == NULL or owner_list_reserve(owners, more) or owner_index_reserve(&index):
+        if fresh and owners != NULL:
+            owner_list_free(owners)
+        raise MemoryError(f"no memory for the owner list of capture {capture}")
+    driver.cuCtxGetCurrent(&context)
+    owners.context = context
+    owners.graph = graph
+    # A managed list keeps one reference on our side; the other goes to the graph.
+    code = driver.cuUserObjectCreate(
+        &object, owners, owner_list_died, 2 if owners.managed else 1, CU_USER_OBJECT_NO_DESTRUCTOR_SYNC)
+    if code != CUDA_SUCCESS:
+        if fresh:
+            owner_list_free(owners)
+        check(code, "cuUserObjectCreate", stream)
+    # From here on the list belongs to the object: if the object goes, the destructor sends the (still empty) list to
+    # the reclaimer, so no failure below frees anything itself.
+    code = driver.cuGraphRetainUserObject(graph, object, 1, CU_GRAPH_USER_OBJECT_MOVE)
+    if code != CUDA_SUCCESS:
+        driver.cuUserObjectRelease(object, 2 if owners.managed else 1)
+        check(code, "cuGraphRetainUserObject", stream)
+    # Threads that do not need the GIL may have ended this capture meanwhile, and graph handles are recycled at once.
+    try:
+        same = ask(stream, &capture_now, &graph_now) and capture_now == capture
+    except Exception:
+        same = False
+    if not same:
+        driver.cuGraphReleaseUserObject(graph, object, 1)
+        if owners.managed:
+            driver.cuUserObjectRelease(object, 1)
+        raise CaptureError(f"capture {capture} on stream {<intptr_t>stream:#x} ended while an owner was being retained")
+    owners.object = object
+    if fresh:
+        owner_index_insert(&index, owners)
+    current_list = owners
+    live += 1
+    return owners
+
+
+cdef void forget(owner_list *owners) noexcept:
+    """The list takes no more owners under its id. It lives on until its object's destructor has run."""
+    global current_list
+    if current_list == owners:
+        current_list = NULL
+    owner_index_remove(&index, owners)
+
+
+cdef tuple owners_of(object owner):
+    """What stands for `owner`: itself, or what its type's `__cuda_owners__()` returns."""
+    if _PyType_Lookup(type(owner), "__cuda_owners__") == NULL:
+        return (owner,)
+    kind = type(owner).__name__
+    owners = owner.__cuda_owners__()
+    try:
+        owners = tuple(owners)
+    except TypeError:
+        raise TypeError(f"{kind}.__cuda_owners__() returned {type(owners).__name__}, not an iterable of owners") from None
+    for each in owners:
+        if each is None:  # by identity: comparing owners may launch kernels
+            raise TypeError(f"{kind}.__cuda_owners__() returned None among {len(owners)} owners")
+    return owners
+
+
+cdef int retain_all(tuple owners, void *stream) except -1:
+    """All of them or, with an exception, none."""
+    cdef owner_list *room
+    cdef uint64_t capture
+    cdef CUgraph graph
+    if not owners:
+        return ask(stream, &capture, &graph)
+    room = list_for(stream, len(owners))
+    if room == NULL:
+        return 0
+    for owner in owners:
+        keep(room, owner)
+    return 1
+
+
+include "scopes.pxi"
+include "reclaim.pxi"
+include "managed.pxi"

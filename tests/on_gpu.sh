@@ -1,0 +1,10 @@
+#!/usr/bin/env bash
+# The whole suite on a machine with a GPU and no network: builds in place, then doctor, demo, and every test marked `gpu`.
+# Further arguments go to pytest. Needs torch, Cython, setuptools, pytest, pytest-timeout and a C compiler.
+set -uo pipefail
+cd "$(dirname "$0")/.."
+python3 -m pip install --no-build-isolation --no-deps -e . -q || exit 1
+nvidia-smi --query-gpu=name,driver_version --format=csv,noheader
+python3 -m arena doctor
+python3 -m arena demo
+python3 -m pytest -m gpu -q -ra "$@"

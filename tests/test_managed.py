@@ -1,0 +1,337 @@
+"""The registry's verbs for captures whose begin and end are seen: begin, seal, hold, replayed, drop. What torch's graphs
+are patched with rests on these; here they are driven by hand."""
+
+import threading
+import weakref
+
+import pytest
+from conftest import stays, until
+
+import arena
+from arena._registry import begin
+
+
+class Owner:
+    """Something that owns memory."""
+
+
+def managed(stream, *owners, mode="relaxed"):
+    """A clean template and the capture that holds its owners."""
+    stream.begin_capture(mode)
+    capture = begin(stream)
+    stream.kernel()
+    for owner in owners:
+        assert arena.retain(owner, stream)
+    capture.seal()
+    graph = stream.end_capture()
+    return graph, capture
+
+
+def test_the_executable_is_clean_and_the_capture_holds_the_owners(simulated):
+    alive = weakref.ref(owner := Owner())
+    stream = simulated.Stream()
+    graph, capture = managed(stream, owner)
+    del owner
+    executable = graph.instantiate()
+    capture.hold()
+    assert (graph.owners, executable.owners) == (0, 0)
+    graph.destroy()
+    assert alive() is not None
+    capture.drop()
+    assert until(lambda: alive() is None)
+    executable.destroy()
+
+
+def test_without_the_seal_the_executable_holds_the_object(simulated):
+    """The control: what every library that attaches while capturing pays for at each replay."""
+    stream = simulated.Stream()
+    stream.begin_capture("relaxed")
+    capture = begin(stream)
+    stream.kernel()
+    arena.retain(Owner(), stream)
+    graph = stream.end_capture()
+    executable = graph.instantiate()
+    assert executable.owners == 1
+    executable.destroy()
+    graph.destroy()
+    capture.drop()
+
+
+def test_a_kept_template_holds_the_owners_for_its_clones(cuda):
+    alive = weakref.ref(owner := Owner())
+    graph, capture = managed(cuda.Stream(), owner)
+    del owner
+    executable = graph.instantiate()
+    capture.hold(graph.handle)
+    clone = graph.clone()
+    graph.destroy()
+    capture.drop()
+    executable.destroy()
+    assert stays(lambda: alive() is not None)
+    clone.destroy()
+    assert until(lambda: alive() is None)
+
+
+def test_each_executable_of_a_kept_template_is_clean(simulated):
+    graph, capture = managed(simulated.Stream(), Owner())
+    executables = []
+    for _ in range(3):
+        capture.seal()
+        executables.append(graph.instantiate())
+        capture.hold(graph.handle)
+        assert graph.owners == 1
+    assert [each.owners for each in executables] == [0, 0, 0]
+    for each in executables:
+        each.destroy()
+    capture.drop()
+    graph.destroy()
+
+
+def test_retain_after_the_seal_and_before_the_end_is_refused(cuda):
+    stream = cuda.Stream()
+    stream.begin_capture("relaxed")
+    capture = begin(stream)
+    stream.kernel()
+    arena.retain(Owner(), stream)
+    capture.seal()
+    before = arena.stats().retained
+    with pytest.raises(arena.CaptureError, match="sealed with 1 owners"):
+        arena.retain(Owner(), stream)
+    assert arena.stats().retained == before
+    graph = stream.end_capture()
+    capture.drop()
+    graph.destroy()
+
+
+def test_a_second_capture_into_the_same_graph_begins_a_list_of_its_own(simulated):
+    stream = simulated.Stream()
+    graph = simulated.Graph()
+    alive = []
+    captures = []
+    for _ in range(2):
+        stream.begin_capture("relaxed", into=graph)
+        captures.append(begin(stream))
+        stream.kernel()
+        owner = Owner()
+        alive.append(weakref.ref(owner))
+        assert arena.retain(owner, stream)
+        captures[-1].seal()
+        stream.end_capture()
+        captures[-1].hold()
+    del owner
+    assert captures[0].id == captures[1].id
+    captures[0].drop()
+    assert until(lambda: alive[0]() is None)
+    assert alive[1]() is not None
+    captures[1].drop()
+    assert until(lambda: alive[1]() is None)
+    graph.destroy()
+
+
+def test_a_capture_without_owners_leaves_no_list(cuda):
+    before = arena.stats()
+    graph, capture = managed(cuda.Stream())
+    capture.hold()
+    capture.drop()
+    graph.destroy()
+    assert arena.stats().lists == before.lists
+    assert arena.stats().retained == before.retained
+
+
+def test_inside_a_managed_capture_the_driver_is_not_asked_again(simulated):
+    stream = simulated.Stream()
+    stream.begin_capture("relaxed")
+    capture = begin(stream)
+    arena.retain(Owner(), stream)
+    asked = simulated.calls("cuStreamGetCaptureInfo")
+    for _ in range(10):
+        arena.retain(Owner(), stream)
+    assert simulated.calls("cuStreamGetCaptureInfo") == asked
+    other = simulated.Stream()
+    assert arena.retain(Owner(), other) is False  # another stream is asked
+    assert simulated.calls("cuStreamGetCaptureInfo") == asked + 1
+    capture.seal()
+    graph = stream.end_capture()
+    capture.drop()
+    graph.destroy()
+
+
+def test_a_capture_begun_here_and_ended_in_another_thread_leaves_no_stale_answer(cuda):
+    stream = cuda.Stream()
+    stream.begin_capture("relaxed")
+    capture = begin(stream)
+    stream.kernel()
+    arena.retain(Owner(), stream)
+    graphs = []
+
+    def end():
+        with cuda.device(0):
+            capture.seal()
+            graphs.append(stream.end_capture())
+
+    thread = threading.Thread(target=end)
+    thread.start()
+    thread.join()
+    assert arena.retain(Owner(), stream) is False
+    alive = weakref.ref(owner := Owner())
+    with stream.capture("relaxed") as raw:  # a raw capture on the same stream and thread
+        stream.kernel()
+        assert arena.retain(owner, stream)
+    del owner
+    capture.drop()
+    graphs[0].destroy()
+    assert stays(lambda: alive() is not None, 0.02)
+    raw.graph.destroy()
+    assert until(lambda: alive() is None)
+
+
+def test_an_abandoned_capture_lets_its_owners_go(cuda):
+    alive = weakref.ref(owner := Owner())
+    stream = cuda.Stream()
+    with pytest.raises(cuda.Error), stream.capture("relaxed"):  # noqa: PT012
+        capture = begin(stream)
+        stream.kernel()
+        arena.retain(owner, stream)
+        stream.invalidate()
+    del owner
+    assert alive() is not None
+    del capture
+    assert until(lambda: alive() is None)
+    with stream.capture("relaxed") as raw:
+        stream.kernel()
+        assert arena.retain(Owner(), stream)
+    raw.graph.destroy()
+
+
+def test_begin_needs_a_capture(cuda):
+    with pytest.raises(arena.CaptureError, match="is not capturing"):
+        begin(cuda.Stream())
+
+
+def test_a_worker_without_a_scope_reaches_the_scope_of_the_thread_that_began(cuda):
+    stream = cuda.Stream()
+    stream.begin_capture("relaxed")
+
+    def work(label, own):
+        with cuda.device(0):
+            if own:
+                with arena.collect() as inner:
+                    arena.retain(label, stream)
+                assert inner == [label]
+            else:
+                arena.retain(label, stream)
+
+    with arena.collect() as owners:
+        capture = begin(stream)
+        stream.kernel()
+        for label, own in (("plain", False), ("own", True)):
+            thread = threading.Thread(target=work, args=(label, own))
+            thread.start()
+            thread.join()
+        arena.retain("here", stream)
+        capture.seal()
+    assert owners == ["plain", "here"]
+    graph = stream.end_capture()
+    capture.drop()
+    graph.destroy()
+
+
+# ---- fences ----
+
+
+def test_dropped_in_flight_the_owners_stay_until_the_replay_has_ended(cuda):
+    alive = weakref.ref(owner := Owner())
+    stream = cuda.Stream()
+    graph, capture = managed(stream, owner)
+    del owner
+    executable = graph.instantiate()
+    capture.hold()
+    gate = cuda.Event()
+    executable.launch(stream, until=gate)
+    capture.replayed(stream.handle)
+    capture.drop()
+    executable.destroy()
+    graph.destroy()
+    assert stays(lambda: alive() is not None)
+    gate.set()
+    stream.synchronize()
+    assert until(lambda: alive() is None)
+
+
+def test_without_the_fence_they_would_go_during_the_replay(cuda):
+    alive = weakref.ref(owner := Owner())
+    stream = cuda.Stream()
+    graph, capture = managed(stream, owner)
+    del owner
+    executable = graph.instantiate()
+    capture.hold()
+    gate = cuda.Event()
+    executable.launch(stream, until=gate)
+    capture.drop()  # not told of the replay
+    assert until(lambda: alive() is None)
+    gate.set()
+    stream.synchronize()
+    executable.destroy()
+    graph.destroy()
+
+
+def test_every_stream_that_replayed_is_waited_for(cuda):
+    alive = weakref.ref(owner := Owner())
+    streams = [cuda.Stream() for _ in range(3)]
+    gates = [cuda.Event() for _ in range(3)]
+    graph, capture = managed(streams[0], owner)
+    del owner
+    # Launches of one executable follow each other: one executable a stream.
+    executables = [graph.instantiate() for _ in streams]
+    capture.hold()
+    for executable, stream, gate in zip(executables, streams, gates, strict=True):
+        executable.launch(stream, until=gate)
+        capture.replayed(stream.handle)
+    capture.drop()
+    for gate in gates:
+        assert stays(lambda: alive() is not None, 0.02)
+        gate.set()
+    assert until(lambda: alive() is None)
+    for executable in executables:
+        executable.destroy()
+    graph.destroy()
+
+
+def test_a_fence_on_a_stream_that_is_capturing_breaks_nothing_and_is_made_later(cuda):
+    """An event recorded there would be swallowed, and its query would invalidate the capture."""
+    alive = weakref.ref(owner := Owner())
+    stream = cuda.Stream()
+    graph, capture = managed(stream, owner)
+    del owner
+    executable = graph.instantiate()
+    capture.hold()
+    executable.launch(stream)
+    stream.synchronize()
+    capture.replayed(stream.handle)
+    with stream.capture("global") as other:
+        stream.kernel()
+        capture.drop()
+        arena.reclaim(0.05)
+        assert alive() is not None
+    other.graph.destroy()
+    assert until(lambda: alive() is None)
+    executable.destroy()
+    graph.destroy()
+
+
+def test_fences_are_polled_in_relaxed_mode_beside_somebodys_capture(cuda):
+    alive = weakref.ref(owner := Owner())
+    stream, other = cuda.Stream(), cuda.Stream()
+    graph, capture = managed(stream, owner)
+    del owner
+    executable = graph.instantiate()
+    capture.hold()
+    executable.launch(stream)
+    capture.replayed(stream.handle)
+    with other.capture("global") as beside:
+        other.kernel()
+        capture.drop()
+        assert until(lambda: alive() is None)
+    beside.graph.destroy()
+    executable.destroy()
+    graph.destroy()

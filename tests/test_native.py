@@ -1,0 +1,92 @@
+"""The C side: the owner list under sanitizers, and the surface that other Cython modules cimport."""
+
+import os
+import re
+import subprocess
+import weakref
+
+import native
+import pytest
+from conftest import until
+
+import arena
+
+
+class Owner:
+    """Something that owns memory."""
+
+
+def stress(*flags):
+    program = native.program("stress_owners.c", "stress" + re.sub(r"\W", "", "".join(flags)), *flags)
+    environment = {**os.environ, "TSAN_OPTIONS": "halt_on_error=1"}  # after the first race it only writes reports
+    return subprocess.run([program], capture_output=True, text=True, timeout=100, env=environment)
+
+
+@pytest.mark.parametrize("flags", [["-fsanitize=thread"], ["-fsanitize=address,undefined"], ["-DARENA_DEBUG=2"]], ids=str)
+def test_the_owner_list_is_clean_under_sanitizers(flags):
+    run = stress(*flags)
+    assert run.returncode == 0, run.stderr
+    assert "80000 lists" in run.stdout
+    assert run.stderr == ""
+
+
+def test_thread_sanitizer_objects_when_the_release_store_is_weakened():
+    """The test of the test."""
+    run = stress("-fsanitize=thread", "-DARENA_PUBLISH=memory_order_relaxed")
+    assert run.returncode != 0
+    assert "data race" in run.stderr
+
+
+def test_every_atomic_of_the_library_is_in_one_file():
+    for path in native.HEADERS.glob("*"):
+        if path.name != "owners.h" and not path.name.startswith("simulator"):
+            assert "atomic" not in path.read_text(), path.name
+
+
+def test_a_cython_module_retains_by_cimport(cuda):
+    client = native.extension("cimport_client")
+    stream = cuda.Stream()
+    alive = weakref.ref(owner := Owner())
+    assert client.retain(owner, stream.handle) is False
+    with stream.capture() as capture:
+        stream.kernel()
+        assert client.retain(owner, stream.handle)
+    del owner
+    assert alive() is not None
+    capture.graph.destroy()
+    assert until(lambda: alive() is None)
+
+
+def test_opaque_owners_are_released_once_in_their_turn(cuda):
+    client = native.extension("cimport_client")
+    stream = cuda.Stream()
+    freed = client.blocks_freed()
+    order = []
+    before, after = Owner(), Owner()
+    weakref.finalize(before, lambda: order.append(client.blocks_freed() - freed))
+    weakref.finalize(after, lambda: order.append(client.blocks_freed() - freed))
+    assert client.retain_block(64, stream.handle) is False
+    assert client.blocks_freed() == freed
+    with stream.capture() as capture:
+        stream.kernel()
+        assert arena.retain(before, stream)
+        assert client.retain_block(64, stream.handle)
+        assert arena.retain(after, stream)
+    del before, after
+    capture.graph.destroy()
+    assert until(lambda: len(order) == 2)
+    assert order == [0, 1]
+
+
+def test_opaque_owners_that_are_refused_stay_the_callers(simulated):
+    client = native.extension("cimport_client")
+    stream = simulated.Stream()
+    freed = client.blocks_freed()
+    with pytest.raises(ValueError, match="NULL"):
+        client.retain_null(stream.handle)
+    with stream.capture() as capture:
+        simulated.fail("cuUserObjectCreate")
+        with pytest.raises(arena.DriverError):
+            client.retain_block(64, stream.handle)
+    assert client.blocks_freed() == freed
+    capture.graph.destroy()
