@@ -10,16 +10,19 @@ import platform
 import sys
 import time
 import weakref
+from typing import Any
 
 import arena
 from arena import _registry
+
+Reference = weakref.ref[Any]
 
 
 def line(label: str, text: str) -> None:
     print(f"  {label:<22}{text}")
 
 
-def until_gone(reference: weakref.ref[object]) -> bool:
+def until_gone(reference: Reference) -> bool:
     deadline = time.monotonic() + 5
     while reference() is not None and time.monotonic() < deadline:
         arena.reclaim(0.05)
@@ -64,10 +67,10 @@ def doctor() -> int:
     return 0 if ok else 1
 
 
-def torch_with_gpu():  # type: ignore[no-untyped-def]
+def torch_with_gpu() -> Any:
     """torch, or a sentence that says why it cannot capture here."""
     try:
-        import torch
+        import torch  # type: ignore[import-not-found, unused-ignore]
     except ImportError:
         return "torch is not installed"
     if not torch.cuda.is_available():
@@ -75,7 +78,7 @@ def torch_with_gpu():  # type: ignore[no-untyped-def]
     return torch
 
 
-def one_capture(torch) -> tuple[bool, str]:  # type: ignore[no-untyped-def]
+def one_capture(torch: Any) -> tuple[bool, str]:
     class Owner:
         pass
 
@@ -111,7 +114,7 @@ An op keeps a table in scratch memory, captures a kernel that reads it, and drop
 the graph recorded the pointer, not the Python object that owns the memory."""
 
 
-def demo_torch(torch) -> int:  # type: ignore[no-untyped-def]
+def demo_torch(torch: Any) -> int:
     size = 1 << 20
     x = torch.full((size,), 3.0, device="cuda")
 
@@ -121,12 +124,12 @@ def demo_torch(torch) -> int:  # type: ignore[no-untyped-def]
         def __init__(self) -> None:
             self.scratch = torch.full((size,), 2.0, device="cuda")
 
-        def run(self, out, retain: bool) -> None:  # type: ignore[no-untyped-def]
+        def run(self, out: Any, retain: bool) -> None:
             if retain:
                 arena.retain(self.scratch)
             torch.mul(x, self.scratch, out=out)
 
-    def capture_and_replay(retain: bool):  # type: ignore[no-untyped-def]
+    def capture_and_replay(retain: bool) -> tuple[float, Any, Reference]:
         out = torch.zeros_like(x)
         op = Op()
         op.run(out, False)  # warm up
@@ -157,12 +160,12 @@ def demo_torch(torch) -> int:  # type: ignore[no-untyped-def]
 
 
 def demo_simulated() -> int:
-    from arena.testing import simulated_driver
+    from arena.testing import Driver, Exec, Stream, simulated_driver
 
     class Scratch:
         """Stands for device memory that a captured kernel points to."""
 
-    def capture(cuda, retain: bool):  # type: ignore[no-untyped-def]
+    def capture(cuda: Driver, retain: bool) -> tuple[Reference, Exec, Stream]:
         scratch = Scratch()
         alive = weakref.ref(scratch)
         stream = cuda.Stream()
@@ -174,14 +177,17 @@ def demo_simulated() -> int:
         capture.graph.destroy()
         return alive, executable, stream  # and the op drops its scratch
 
-    def says(reference: weakref.ref[object]) -> str:
+    def says(reference: Reference) -> str:
         return "alive" if reference() is not None else "freed"
 
     print(STORY + "\n")
     with simulated_driver() as cuda:
         scratch, executable, stream = capture(cuda, retain=False)
         wrong = scratch() is None
-        line("without arena", f"before the first replay the scratch is {says(scratch)}: the kernel would read freed memory")
+        line(
+            "without arena",
+            f"before the first replay the scratch is {says(scratch)}: the kernel would read freed memory",
+        )
         executable.destroy()
         scratch, executable, stream = capture(cuda, retain=True)
         gate = cuda.Event()

@@ -10,6 +10,8 @@ class _TorchStream(Protocol):
 
 _Stream = int | _CudaStream | _TorchStream
 
+debug_level: int
+
 class DriverError(RuntimeError): ...
 class CaptureError(RuntimeError): ...
 

@@ -68,7 +68,8 @@ class Event:
     def record(self, stream: Stream) -> None: ...
     def query(self) -> bool: ...
     def synchronize(self) -> None: ...
-    def set(self) -> None: ...
+    def set(self) -> None:
+        """Opens the gate, for good."""
     def destroy(self) -> None: ...
 
 @final
@@ -82,7 +83,11 @@ class Capture:
 
 @final
 class Stream:
-    """A CUstream. Entered as a context manager it is the calling thread's current stream."""
+    """A CUstream. Entered as a context manager it is the calling thread's current stream.
+
+    A real driver crashes on a destroyed stream; the simulated one raises `Error` with code 400. In both a handle that
+    was given out again answers for the other stream, and so does the object that was destroyed.
+    """
 
     handle: int
     device: int
@@ -103,40 +108,49 @@ class Stream:
     def synchronize(self) -> None: ...
     def destroy(self) -> None: ...
 
+# Driver has methods of these names.
+_Error = Error
+_Event = Event
+_Graph = Graph
+_Stream = Stream
+_UserObject = UserObject
+
 @final
 class Driver:
     """What `simulated_driver()` yields: CUDA's nouns, and the switches that a test turns."""
 
-    Error: type[Error]
+    Error: type[_Error]
     destructors: list[Destructor]
     """Every destructor that ran, in order (objects of the code under test included)."""
     @property
-    def legacy(self) -> Stream:
+    def legacy(self) -> _Stream:
         """The legacy NULL stream."""
-    def Stream(self, *, blocking: bool = False, device: int | None = None) -> Stream: ...
-    def Event(self) -> Event: ...
-    def Graph(self) -> Graph: ...
-    def UserObject(self, tag: object = None) -> UserObject: ...
+    def Stream(self, *, blocking: bool = False, device: int | None = None) -> _Stream: ...
+    def Event(self) -> _Event: ...
+    def Graph(self) -> _Graph: ...
+    def UserObject(self, tag: object = None) -> _UserObject: ...
     def device(self, index: int) -> AbstractContextManager[None]:
         """Makes that device's context the calling thread's current one (there are two devices)."""
     def no_context(self) -> AbstractContextManager[None]: ...
     def thread_mode(self, mode: Mode) -> AbstractContextManager[None]:
         """cuThreadExchangeStreamCaptureMode around the body."""
-    def call(self, name: str, stream: Stream | None = None) -> int:
+    def call(self, name: str, stream: _Stream | None = None) -> int:
         """Makes one bare driver call that a capture may forbid, and returns its status.
 
-        `cuMemAlloc`, `cuMemFree`, `cuCtxSynchronize`, `cuCtxRecordEvent`, `cuStreamCreate`, `cuEventCreate`,
-        `cuUserObjectCreate`, `cuGraphCreate`; and on `stream`: `cuStreamQuery`, `cuStreamSynchronize`, `cuStreamGetId`,
-        `cuStreamGetFlags`, `cuStreamGetDevice`, `cuStreamGetCtx`, `cuStreamGetPriority`, `cuLaunchHostFunc`.
+        `cuMemAlloc`, `cuMemFree`, `cuCtxGetDevice`, `cuCtxSynchronize`, `cuCtxRecordEvent`, `cuStreamCreate`,
+        `cuEventCreate`, `cuUserObjectCreate`, `cuGraphCreate`; and on `stream`: `cuStreamQuery`, `cuStreamSynchronize`,
+        `cuStreamGetId`, `cuStreamGetFlags`, `cuStreamGetDevice`, `cuStreamGetCtx`, `cuStreamGetPriority`,
+        `cuLaunchHostFunc`.
         """
-    def query(self, stream: Stream) -> tuple[int, int, int, int]:
+    def query(self, stream: _Stream) -> tuple[int, int, int, int]:
         """cuStreamGetCaptureInfo: (result, status, capture id, graph handle)."""
     def reset_context(self) -> None:
-        """cuDevicePrimaryCtxReset of the current device."""
+        """cuDevicePrimaryCtxReset of the current device: its graphs, executables, streams and events are gone."""
     # The simulator's own: no real driver has these.
     def fail(self, symbol: str, nth: int = 1, code: int = 2) -> None:
         """Makes the nth call from now of one of the table's symbols return `code` and do nothing else."""
     def calls(self, symbol: str) -> int:
-        """How many calls of one of the table's symbols were made so far."""
+        """How many calls of one of the table's symbols were made so far, those made through these classes included."""
 
-def simulated_driver() -> AbstractContextManager[Driver]: ...
+def simulated_driver() -> AbstractContextManager[Driver]:
+    """Puts a simulated driver in the place of the installed one, for the whole process and the body of the `with`."""

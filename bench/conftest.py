@@ -34,18 +34,18 @@ def pytest_terminal_summary(terminalreporter, config):
     if not rows and not facts:
         return
     out = terminalreporter
-    out.section("ratios, medians of one run")
+    out.section("per call and ratio, minima of one run")
     floors = {each.group: each for each in rows if each.extra_info.get("floor")}
     for group in dict.fromkeys(each.group for each in rows):
         out.write_line(group)
         for each in (row for row in rows if row.group == group):
-            nanoseconds = each.stats.median / each.extra_info["calls"] * 1e9
+            nanoseconds = each.stats.min / each.extra_info["calls"] * 1e9
             text = f"  {each.name.removeprefix('test_'):<44}{nanoseconds:>10.1f} ns"
             if each.extra_info["floor"]:
                 text += "   floor"
             elif group in floors:
                 floor = floors[group]
-                text += f"{nanoseconds / (floor.stats.median / floor.extra_info['calls'] * 1e9):>7.2f} ×"
+                text += f"{nanoseconds / (floor.stats.min / floor.extra_info['calls'] * 1e9):>7.2f} ×"
             if each.extra_info["target"]:
                 text += f"   (target {each.extra_info['target']})"
             out.write_line(text)

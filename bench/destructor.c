@@ -55,7 +55,7 @@ int main(void) {
         int64_t a = now(), b = now();
         if (b - a < clock) clock = b - a;
     }
-    sem_init(&owner_dead_wake, 0, 0);
+    owner_dead_reset();
     size_t sizes[] = {1, 100000};
     for (int k = 0; k < 2; k++) {
         size_t calls = k ? 200 : CALLS;

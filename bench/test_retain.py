@@ -1,14 +1,16 @@
 """What `retain` costs on the simulated driver, whose own question costs a few nanoseconds: the registry's share, beside a bound
 `list.append`."""
 
+import ctypes
 from collections import deque
 from itertools import repeat
 
 import native
 import pytest
+from conftest import CALLS
 
 import arena
-from conftest import CALLS
+from arena import _simulator
 
 OWNER = object()
 
@@ -157,10 +159,15 @@ def test_reclaim(measure, cuda):
 # ---- from C ----
 
 
+def simulated_query():
+    """The address of the simulator's cuStreamGetCaptureInfo: the first entry of the table."""
+    return ctypes.cast(_simulator.table_address(), ctypes.POINTER(ctypes.c_void_p))[0]
+
+
 def test_from_c(cuda, fact):
     client = native.extension("cimport_client")
     stream = cuda.Stream()
-    query = cuda.address("cuStreamGetCaptureInfo")
+    query = simulated_query()
     for label in ("not capturing", "capturing"):
         if label == "capturing":
             stream.begin_capture("relaxed")
@@ -169,7 +176,10 @@ def test_from_c(cuda, fact):
             queries.append(client.seconds_per_query(query, stream.handle, 100_000))
             retains.append(client.seconds_per_retain(OWNER, stream.handle, 100_000))
         retain, ask = (sorted(each)[15] * 1e9 for each in (retains, queries))
-        fact(f"retain_on from C, {label}", f"{retain:.1f} ns, the driver's own question {ask:.1f}: {retain - ask:.1f} ns above it")
+        fact(
+            f"retain_on from C, {label}",
+            f"{retain:.1f} ns, the driver's own question {ask:.1f}: {retain - ask:.1f} ns above it",
+        )
     stream.end_capture().destroy()
 
 

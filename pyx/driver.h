@@ -91,7 +91,9 @@ typedef struct driver_table {
 #define X(name, abi_name, version, parameters) CUresult(*name) parameters;
     DRIVER_SYMBOLS(X)
 #undef X
-    /* The calling thread's current stream on a device: torch's, or the simulator's. NULL while torch is not loaded. */
+    /* The calling thread's current device, and its current stream there: torch's, or the simulator's. NULL while torch is
+     * not loaded. Both work on a thread that has no context yet, and give it none. */
+    int32_t (*current_device)(int32_t *device);
     int32_t (*current_stream)(int32_t device, void **stream);
 } driver_table;
 

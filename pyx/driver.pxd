@@ -22,6 +22,7 @@ cdef extern from "driver.h" nogil:
         CUDA_ERROR_NO_DEVICE
         CUDA_ERROR_INVALID_CONTEXT
         CUDA_ERROR_NOT_READY
+        CUDA_ERROR_CONTEXT_IS_DESTROYED
         CUDA_ERROR_STREAM_CAPTURE_IMPLICIT
         CU_STREAM_CAPTURE_STATUS_NONE
         CU_STREAM_CAPTURE_STATUS_ACTIVE
@@ -53,6 +54,7 @@ cdef extern from "driver.h" nogil:
         CUresult (*cuEventQuery)(CUevent)
         CUresult (*cuDriverGetVersion)(int *)
         CUresult (*cuGetErrorName)(CUresult, const char **)
+        int32_t (*current_device)(int32_t *)
         int32_t (*current_stream)(int32_t, void **)
 
     int driver_fill(driver_table *table, char *why, size_t size)

@@ -39,7 +39,7 @@ cdef extern from *:
 
 cdef int managed_open = 0   # managed captures between begin and seal
 cdef fence *fences = NULL   # references that wait for replays to finish
-cdef unsigned int epoch = 0  # of the driver in use: what was made with another has nothing to say to this one
+cdef unsigned int epoch = 0  # of driver and process: what was made in another has nothing to say to this one
 
 
 cdef inline owner_list *open_here(void *stream) noexcept:
@@ -60,8 +60,9 @@ cdef class ManagedCapture:
 
     cdef readonly uint64_t id   # the capture's id
     cdef CUuserObject object    # our reference, from the seal on; NULL if nothing was retained
+    cdef CUcontext context      # that was current when the capture began
     cdef CUgraph holder         # the graph that holds a reference too, or NULL
-    cdef unsigned int epoch     # the driver's that it belongs to
+    cdef unsigned int epoch     # that it was made in
     cdef bint open              # between begin and seal
     cdef list scopes            # of the thread that began
     cdef dict streams           # (context, stream) pairs that the graph was replayed on; a dict keeps their order
@@ -73,24 +74,20 @@ cdef class ManagedCapture:
     def __dealloc__(self):
         self.let_go()
 
-    cdef bint stale(self) noexcept:
-        return self.epoch != epoch or state == FORKED
-
     def seal(self):
         """The list takes no more owners and no graph holds it: what is instantiated now is clean.
 
         Called before the end of the capture, and again before each further instantiation of a kept template.
         """
         cdef owner_list *owners
-        if self.stale():
+        if self.epoch != epoch:
             return
         if self.open:
             self.close()
             owners = list_of(self.id)
             if owners == NULL:
                 return
-            owner_list_seal(owners)
-            owners.scopes = NULL
+            close_list(owners)
             if owners.object == NULL:
                 discard(owners)
                 return
@@ -110,7 +107,7 @@ cdef class ManagedCapture:
         """
         cdef CUgraph graph = <CUgraph>PyLong_AsVoidPtr(template)
         cdef owner_list *owners
-        if self.stale():
+        if self.epoch != epoch:
             return
         owners = list_of(self.id)
         if owners != NULL and owners.sealed:
@@ -123,7 +120,9 @@ cdef class ManagedCapture:
     def replayed(self, stream):
         """The graph was launched on that stream: the owners must outlive that work."""
         cdef CUcontext context = NULL
-        driver.cuCtxGetCurrent(&context)
+        if driver.cuCtxGetCurrent(&context) != CUDA_SUCCESS or context == NULL:
+            # A graph is launched into a stream of its own context, whichever is current.
+            context = self.context
         if self.streams is None:
             self.streams = {}
         self.streams[<intptr_t>context, stream] = None
@@ -144,14 +143,13 @@ cdef class ManagedCapture:
         cdef owner_list *owners
         cdef fence *wait
         cdef size_t i = 0
-        if self.stale():
+        if self.epoch != epoch:
             return
         if self.open:  # abandoned: the capture was neither sealed nor ended in our sight
             self.close()
             owners = list_of(self.id)
             if owners != NULL and owners.managed:
-                owners.scopes = NULL
-                owner_list_seal(owners)
+                close_list(owners)
                 owners.ended = True
                 if owners.object == NULL:
                     discard(owners)
@@ -211,6 +209,7 @@ def begin(stream):
     owners.scopes = <void *>managed.scopes
     owners.graph = graph
     owner_index_insert(&index, owners)
+    driver.cuCtxGetCurrent(&managed.context)
     managed.id = capture
     managed.epoch = epoch
     managed.open = True
@@ -218,6 +217,14 @@ def begin(stream):
     managed_here.stream = handle
     managed_here.capture = capture
     return managed
+
+
+cdef void close_list(owner_list *owners) noexcept:
+    global current_list
+    if current_list == owners:
+        current_list = NULL
+    owner_list_seal(owners)
+    owners.scopes = NULL
 
 
 cdef void discard(owner_list *owners) noexcept:
@@ -291,24 +298,30 @@ cdef bint passed(fence_mark *mark) noexcept:
     if mark.event == NULL:
         if busy(mark):
             return False
-        if mark.context != NULL and driver.cuCtxPushCurrent(<CUcontext>mark.context) != CUDA_SUCCESS:
-            return True  # the context is gone, and all its work with it
+        code = driver.cuCtxPushCurrent(<CUcontext>mark.context)
+        if code != CUDA_SUCCESS:
+            return is_over(code)
         code = driver.cuEventCreate(&event, CU_EVENT_DISABLE_TIMING)
         if code == CUDA_SUCCESS:
             code = driver.cuEventRecord(event, <CUstream>mark.stream)
-        if mark.context != NULL:
-            driver.cuCtxPopCurrent(&context)
+        driver.cuCtxPopCurrent(&context)
         # A capture that began meanwhile has swallowed the record; to query it would break that capture.
         if code != CUDA_SUCCESS or busy(mark):
             if event != NULL:
                 driver.cuEventDestroy(event)
             return False
         mark.event = event
-    if driver.cuEventQuery(mark.event) == CUDA_ERROR_NOT_READY:
-        return False
+    code = driver.cuEventQuery(mark.event)
+    if code != CUDA_SUCCESS and not is_over(code):
+        return False  # not yet, or the driver cannot say now
     driver.cuEventDestroy(mark.event)
     mark.event = NULL
     return True
+
+
+cdef bint is_over(CUresult code) noexcept:
+    """The context is gone, and all its work with it."""
+    return code in (CUDA_ERROR_CONTEXT_IS_DESTROYED, CUDA_ERROR_INVALID_CONTEXT, CUDA_ERROR_DEINITIALIZED)
 
 
 cdef bint busy(fence_mark *mark) noexcept:

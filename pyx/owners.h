@@ -213,6 +213,12 @@ static void owner_list_died(void *data) {
 /* relaxed: a hint; whoever acts on it goes through owner_dead_take(). */
 static inline bool owner_dead_any(void) { return atomic_load_explicit(&owner_dead_top, memory_order_relaxed) != NULL; }
 
+/* Nothing is dead. At the start of a process: also of a forked one, whose parent's dead are none of its business. */
+static inline void owner_dead_reset(void) {
+    atomic_store_explicit(&owner_dead_top, NULL, memory_order_relaxed); /* one thread: nobody to pair with */
+    sem_init(&owner_dead_wake, 0, 0);
+}
+
 /* All dead lists, the first to die first. */
 static inline owner_list *owner_dead_take(void) {
     if (!owner_dead_any()) return NULL;

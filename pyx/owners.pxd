@@ -4,6 +4,8 @@ from libc.stdint cimport uint64_t
 
 
 cdef extern from "owners.h" nogil:
+    int ARENA_DEBUG
+
     ctypedef struct owner_entry:
         void *object
         void (*release)(void *) noexcept
@@ -48,6 +50,7 @@ cdef extern from "owners.h" nogil:
     void owner_index_remove(owner_index *index, owner_list *list)
 
     void owner_list_died(void *list)
+    void owner_dead_reset()
     bint owner_dead_any()
     owner_list *owner_dead_take()
     void owner_dead_wait(double seconds)

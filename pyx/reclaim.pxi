@@ -50,6 +50,7 @@ cdef int releasing = 0               # owners that are being released now, by an
 cdef bint reclaimer_started = False  # or could not be: it is tried once
 cdef bint reclaimer_runs = False
 cdef bint stopping = False
+cdef unsigned int process = 0        # grows in each forked child
 
 
 def reclaim(timeout=None):
@@ -76,8 +77,6 @@ def reclaim(timeout=None):
         limit = timeout
         if not limit >= 0:
             raise ValueError(f"timeout is {timeout!r}, not a number of seconds")
-    if state == FORKED:
-        return 0
     release_now()
     if limit > 0:
         quiet_since = seconds_now()
@@ -105,10 +104,7 @@ cdef void drain() noexcept:
     """Takes the dead lists from the stack: out of the index, into the queue. Runs no Python code."""
     global queue_first, queue_last, dead, live
     cdef owner_list *each
-    cdef owner_list *first
-    if state == FORKED:
-        return
-    first = owner_dead_take()
+    cdef owner_list *first = owner_dead_take()
     while first != NULL:
         each = first
         first = first.next
@@ -125,11 +121,11 @@ cdef void drain() noexcept:
 
 
 cdef void release_now() noexcept:
-    """Everything that can go now."""
+    """Everything that is dead now. Not what dies meanwhile: other threads may go on for ever."""
     poll_fences()
     drain()
-    while not managed_open and release_some(BATCH):
-        drain()
+    if not managed_open:
+        release_some(dead)
 
 
 cdef size_t release_some(size_t most) noexcept:
@@ -139,13 +135,14 @@ cdef size_t release_some(size_t most) noexcept:
     cdef owner_list *owners
     cdef owner_entry entry
     cdef CUcontext context = NULL
-    cdef CUstreamCaptureMode mode
+    cdef CUstreamCaptureMode mode = CU_STREAM_CAPTURE_MODE_RELAXED
+    cdef bint relaxed
+    cdef unsigned int before = process
     if queue_first == NULL:
         return 0
     # Releasing frees memory and destroys events and graphs: in any other mode that would break somebody's capture.
-    mode = CU_STREAM_CAPTURE_MODE_RELAXED
-    driver.cuThreadExchangeStreamCaptureMode(&mode)
-    while done < most:
+    relaxed = driver.cuThreadExchangeStreamCaptureMode(&mode) == CUDA_SUCCESS
+    while True:
         # Read afresh each time: the release before may have reclaimed, and freed the list.
         owners = queue_first
         if owners == NULL:
@@ -156,6 +153,8 @@ cdef size_t release_some(size_t most) noexcept:
                 queue_last = NULL
             owner_list_free(owners)
             continue
+        if done == most:
+            break
         if <void *>context != owners.context:
             if context != NULL:
                 driver.cuCtxPopCurrent(&context)
@@ -173,13 +172,16 @@ cdef size_t release_some(size_t most) noexcept:
             entry.release(entry.object)
         else:
             Py_DECREF(<object>entry.object)
+        if process != before:
+            return done  # a child that the owner forked: it counts from new, and has no driver to restore
         releasing_here -= 1
         releasing -= 1
         dead -= 1
         released += 1
     if context != NULL:
         driver.cuCtxPopCurrent(&context)
-    driver.cuThreadExchangeStreamCaptureMode(&mode)
+    if relaxed:
+        driver.cuThreadExchangeStreamCaptureMode(&mode)
     return done
 
 
@@ -195,17 +197,19 @@ cdef void start_reclaimer() noexcept:
     try:
         import _thread
         import atexit
+        atexit.unregister(stop_reclaimer)  # a forked child has its parent's
         atexit.register(stop_reclaimer)
         _thread.start_new_thread(reclaimer, ())
         reclaimer_runs = True
     except Exception:
-        pass
+        return
 
 
 def reclaimer():
     """The daemon thread: sleeps without the GIL until the first death, then releases in batches."""
     cdef double waited
-    while not stopping:
+    cdef unsigned int here = process  # a child forked by an owner that goes on this thread has a reclaimer of its own
+    while not stopping and process == here:
         with nogil:
             owner_dead_wait(-1 if fences == NULL else FENCE_POLL_MS / 1000.0)
         if stopping:
@@ -229,31 +233,35 @@ def reclaimer():
 def stop_reclaimer():
     """Before the interpreter goes: release what is dead, then make sure that the thread never asks for the GIL again.
     What dies later is left to the process's end."""
-    global stopping
-    if state != FORKED:
-        release_now()
+    global stopping, reclaimer_runs
+    release_now()
     stopping = True
     if reclaimer_runs:
+        reclaimer_runs = False
         sem_post(&owner_dead_wake)
         with nogil:
             wait_for_stop(2)
 
 
 cdef void forked() noexcept nogil:
-    """In a child, right after fork. If CUDA was in use, all that was inherited is out of reach for good."""
-    global state, leaked, dead, live, queue_first, queue_last, reclaimer_started, reclaimer_runs, releasing, managed_open
-    global fences
+    """In a child, right after fork. What was inherited is the parent's: its memory is leaked here, its owners never touched."""
+    global state, retained, leaked, dead, live, index, current_list, queue_first, queue_last, releasing, releasing_here
+    global reclaimer_started, reclaimer_runs, managed_open, fences, epoch, process
+    owner_dead_reset()
+    leaked = retained - released
+    dead = live = 0
+    index = owner_index(NULL, 0, 0)
+    current_list = queue_first = queue_last = NULL
+    releasing = releasing_here = 0
     reclaimer_started = reclaimer_runs = False
-    sem_init(&owner_dead_wake, 0, 0)
-    if used:
+    managed_open = 0
+    fences = NULL
+    epoch += 1
+    process += 1
+    if state == READY:
         state = FORKED
-        leaked = retained - released
-        dead = live = 0
-        queue_first = queue_last = NULL
-        fences = NULL
-        managed_open = releasing = 0
 
 
-sem_init(&owner_dead_wake, 0, 0)
+owner_dead_reset()
 sem_init(&reclaimer_stopped, 0, 0)
 pthread_atfork(NULL, NULL, forked)

@@ -20,23 +20,91 @@ from owners cimport *
 
 
 cdef extern from "Python.h":
+    ctypedef PyObject *(*PyCFunction)(PyObject *, PyObject *) except NULL
+    ctypedef struct PyMethodDef:
+        const char *ml_name
+        PyCFunction ml_meth
+        int ml_flags
+        const char *ml_doc
+    int METH_FASTCALL, METH_KEYWORDS
+    object PyCFunction_NewEx(PyMethodDef *method, PyObject *self, object module)
+    PyObject *PyObject_Vectorcall(object call, PyObject *const *args, size_t count, PyObject *names) except NULL
     PyObject *_PyType_Lookup(type kind, object name)
     PyObject *PyImport_GetModule(object name) except? NULL
     PyObject *PyThreadState_GetDict()
-    long long PyLong_AsLongLong(object value)  # -1 with an error set; checked by find_handle
+    long PyLong_AsLong(object value)  # -1 with an error set; checked by find_handle
 
 cdef extern from *:
     """
+    #if PY_VERSION_HEX < 0x030B0000
+    #include <longintrepr.h>
+    #endif
+
+    /* Most owners are of types that define no __cuda_owners__, and one type often comes many times in a row. A version tag
+     * names one state of one type and is never given out again, so it tells "like the last one" without a look-up. */
+    static unsigned int plain_version;
+    static inline int is_plain(PyObject *owner) {
+        PyTypeObject *kind = Py_TYPE(owner);
+    #if PY_VERSION_HEX < 0x030C0000
+        if (!(kind->tp_flags & Py_TPFLAGS_VALID_VERSION_TAG)) return 0; /* later versions zero the tag instead */
+    #endif
+        return kind->tp_version_tag == plain_version && plain_version;
+    }
+    /* The look-up; what it finds is noted for is_plain(). */
+    static int note_plain(PyObject *owner) {
+        static PyObject *name;
+        PyTypeObject *kind = Py_TYPE(owner);
+        if (!name && !(name = PyUnicode_InternFromString("__cuda_owners__"))) {
+            PyErr_Clear();
+            return 0; /* owners_of() looks it up too, and says that there is no memory */
+        }
+        if (_PyType_Lookup(kind, name)) return 0;
+    #if PY_VERSION_HEX < 0x030C0000
+        if (kind->tp_flags & Py_TPFLAGS_VALID_VERSION_TAG)
+    #endif
+            plain_version = kind->tp_version_tag;
+        return 1;
+    }
+
+    /* A handle is an int of up to two digits; what this does not take goes through the C API. */
+    static inline int short_handle(PyObject *value, void **handle) {
+        if (!PyLong_CheckExact(value)) return 0;
+    #if PY_VERSION_HEX >= 0x030C0000
+        uintptr_t tag = ((PyLongObject *)value)->long_value.lv_tag;
+        Py_ssize_t digits = (tag & 3) ? (tag & 3) == 2 ? -1 : (Py_ssize_t)(tag >> 3) : 0;
+        const digit *d = ((PyLongObject *)value)->long_value.ob_digit;
+    #else
+        Py_ssize_t digits = Py_SIZE(value);
+        const digit *d = ((PyLongObject *)value)->ob_digit;
+    #endif
+        if (digits != 2 && digits != 1) return 0;
+        *handle = (void *)(d[0] | (digits == 2 ? (uintptr_t)d[1] << PyLong_SHIFT : 0));
+        return 1;
+    }
+    static inline PyObject *new_bool(int value) {
+        return value < 0 ? NULL : Py_NewRef(value ? Py_True : Py_False);
+    }
+
     #ifndef RTLD_NOLOAD
     #define RTLD_NOLOAD 4
     #endif
-    /* torch's stable C ABI, from a library that torch has already loaded; NULL where there is none. */
-    static void *torch_current_stream(void) {
+    /* torch's stable C ABI, from a library that torch has already loaded. 0: there is none. */
+    static int find_torch(driver_table *table) {
         void *library = dlopen("libtorch_cuda.so", RTLD_LAZY | RTLD_NOLOAD);
-        return library ? dlsym(library, "aoti_torch_get_current_cuda_stream") : NULL;
+        if (!library) return 0;
+        *(void **)&table->current_device = dlsym(library, "aoti_torch_get_current_device_index");
+        *(void **)&table->current_stream = dlsym(library, "aoti_torch_get_current_cuda_stream");
+        return table->current_device && table->current_stream;
     }
     """
-    void *torch_current_stream() nogil
+    int short_handle(PyObject *value, void **handle)
+    PyObject *new_bool(int value) except NULL
+    int is_plain(object owner)
+    int note_plain(object owner)
+    int find_torch(driver_table *table) nogil
+
+
+debug_level = ARENA_DEBUG  # that this was built with: 0, 1 or 2
 
 
 class DriverError(RuntimeError):
@@ -57,15 +125,14 @@ cdef enum:
     READY = 1     # `driver` is filled
     ABSENT = 2    # no libcuda.so.1: nothing can be capturing
     UNUSABLE = 3  # a driver that lacks something we need; `why` says what
-    FORKED = 4    # a child of a process that used CUDA: nothing is retained or released here
+    FORKED = 4    # a forked child where CUDA is not initialised (yet, or for good: see driver_ready)
 
 cdef int state = UNASKED
-cdef bint used = False  # CUDA answered at least once: a child forked from now on cannot use what it inherits
 cdef driver_table driver
 cdef char[256] why
 
 cdef owner_index index                # lists that take owners, or did and are held by a graph
-cdef owner_list *current_list = NULL  # the one used last; NULL or in `index`
+cdef owner_list *current_list = NULL  # the one used last; NULL, or in `index`, with an object, and open
 
 cdef uint64_t retained = 0  # owners ever retained: == owners alive + dead + released + leaked
 cdef uint64_t dead = 0      # owners of dead lists, not yet released
@@ -89,7 +156,8 @@ def retain(owner, stream=None):
             a capture or a scope is open.
         stream: A CUstream as an int, a `torch.cuda.Stream`, a `cuda.core` stream, or anything with `__cuda_stream__`.
             None: torch's current stream, where torch is loaded and CUDA is initialised. An int cannot be checked: a
-            handle that was destroyed is undefined behaviour in the driver.
+            handle that was destroyed is undefined behaviour in the driver. A stream object that was closed raises what
+            it raises when asked for its handle.
 
     Returns:
         True if a capture or an enclosing `collect()` took the owner; False if neither was open. Without a CUDA driver
@@ -97,7 +165,7 @@ def retain(owner, stream=None):
 
     Raises:
         TypeError: `owner` is None, or `stream` is not a stream.
-        ValueError: `stream` is a negative handle, or a stream object that was closed.
+        ValueError: `stream` is a negative handle.
         CaptureError: The capture was invalidated, or was sealed and has not ended.
         DriverError: The driver refused, or is too old. In every case of an exception nothing was retained.
     """
@@ -107,9 +175,37 @@ def retain(owner, stream=None):
     cdef int found = find_stream(stream, &handle)
     if scopes_open:
         return retain_scoped(owner, handle, found)
-    if found and retain_on(owner, handle):
+    if found and keep_if_capturing(owner, handle):
         return True
     return False
+
+
+# The same function as the interpreter calls it: taking its arguments apart costs more than all the rest, so the two common
+# forms, retain(x) and retain(x, handle), are recognised here; any other goes to the one above.
+
+cdef object retain_any_form = retain
+cdef bytes retain_doc = b"retain(owner, stream=None)\n--\n\n" + retain.__doc__.encode()
+cdef PyMethodDef retain_method
+
+
+cdef PyObject *retain_call(PyObject *self, PyObject *const *args, Py_ssize_t count, PyObject *names) except NULL:
+    cdef void *handle = NULL
+    cdef int kept
+    if names == NULL and not scopes_open and (count == 2 and short_handle(args[1], &handle) or count == 1):
+        if args[0] != <PyObject *>None:
+            if count == 2 or find_current_stream(&handle):
+                kept = keep_if_capturing(<object>args[0], handle)
+            else:
+                kept = 0
+            return new_bool(kept)
+    return PyObject_Vectorcall(retain_any_form, args, count, names)
+
+
+retain_method.ml_name = "retain"
+retain_method.ml_meth = <PyCFunction><void *>retain_call
+retain_method.ml_flags = METH_FASTCALL | METH_KEYWORDS
+retain_method.ml_doc = retain_doc
+retain = PyCFunction_NewEx(&retain_method, NULL, "arena")
 
 
 def capture_id(stream=None):
@@ -147,7 +243,7 @@ cdef class Stats:
     cdef readonly uint64_t released
     """Owners released since the process began."""
     cdef readonly uint64_t leaked
-    """Owners that will never be released: in a forked child, those of its parent."""
+    """Owners that will never be released: in a forked child, those that its parent held."""
     cdef readonly uint64_t retained
     """Owners ever retained; one object retained twice counts twice."""
 
@@ -179,7 +275,7 @@ def driver_version():
     """The installed driver's CUDA version as the driver gives it (13000 for 13.0).
 
     Raises:
-        DriverError: There is no driver, it is too old, or this process was forked from one that used CUDA.
+        DriverError: There is no driver, it is too old, or this is a forked child in which CUDA is not initialised.
     """
     cdef int version = 0
     need_driver()
@@ -190,23 +286,7 @@ def driver_version():
 # ---- for Cython ----
 
 cdef int retain_on(object owner, void *stream) except -1:
-    cdef owner_list *owners = open_here(stream)
-    cdef uint64_t capture
-    cdef CUgraph graph
-    if owners == NULL:
-        if not ask(stream, &capture, &graph):
-            return 0
-        owners = list_of(capture)
-    if _PyType_Lookup(type(owner), "__cuda_owners__") != NULL:
-        return retain_all(owners_of(owner), stream)
-    if owners == NULL or owners.sealed or owners.object == NULL:
-        owners = list_for(stream, 1)
-        if owners == NULL:
-            return 0
-    elif owners.count == owners.capacity and owner_list_reserve(owners, 1):
-        no_memory(owners)
-    keep(owners, owner)
-    return 1
+    return keep_if_capturing(owner, stream)
 
 
 cdef int retain_opaque(void *thing, void (*release)(void *) noexcept nogil, void *stream) except -1:
@@ -222,7 +302,7 @@ cdef int retain_opaque(void *thing, void (*release)(void *) noexcept nogil, void
 
 
 cdef int use_driver(const void *table) except -1:
-    global driver, state, used
+    global driver, state
     if state == FORKED:
         return 0
     drain()
@@ -234,7 +314,6 @@ cdef int use_driver(const void *table) except -1:
         state = READY
     else:
         state = UNASKED
-    used = False
     return 0
 
 
@@ -244,7 +323,7 @@ cdef int need_driver() except -1:
     if driver_ready():
         return 0
     if state == FORKED:
-        raise DriverError("this process was forked from one that had used CUDA: it can use neither CUDA nor its graphs")
+        raise DriverError("this is a forked process where CUDA is not initialised (and cannot be if its parent used it)")
     raise DriverError(why.decode())
 
 
@@ -252,6 +331,11 @@ cdef int driver_ready() except -1:
     """1: `driver` may be called. 0: nothing can be capturing in this process."""
     global state
     cdef int code
+    cdef CUdevice device
+    # Asked about its parent's stream, the driver tells a child "capturing"; but this call it refuses with "not initialised"
+    # for ever in a child of a process that used CUDA, and in any other until CUDA is initialised there.
+    if state == FORKED and driver.cuCtxGetDevice(&device) != CUDA_ERROR_NOT_INITIALIZED:
+        state = READY
     if state == UNASKED:
         code = driver_fill(&driver, why, sizeof(why))
         state = READY if code == DRIVER_READY else ABSENT if code == DRIVER_ABSENT else UNUSABLE
@@ -263,14 +347,12 @@ cdef int driver_ready() except -1:
 
 cdef inline int ask(void *stream, uint64_t *capture, CUgraph *graph) except -1:
     """1 with the capture's id and graph, or 0: not capturing."""
-    global used
     cdef CUstreamCaptureStatus status = CU_STREAM_CAPTURE_STATUS_NONE
     cdef CUresult code
     if state != READY and not driver_ready():
         return 0
     code = driver.cuStreamGetCaptureInfo(<CUstream>stream, &status, capture, graph, NULL, NULL)
     if code == CUDA_SUCCESS:
-        used = True
         if status == CU_STREAM_CAPTURE_STATUS_NONE:
             return 0
         if status == CU_STREAM_CAPTURE_STATUS_ACTIVE:
@@ -310,7 +392,7 @@ cdef inline int find_stream(object stream, void **handle) except -1:
 
 
 cdef inline int find_handle(object value, void **handle) except -1:
-    cdef long long number = PyLong_AsLongLong(value)
+    cdef long number = PyLong_AsLong(value)
     if number < 0:  # or -1 with an error: no pointer of user space has its top bit set
         return bad_handle(value)
     handle[0] = <void *>number
@@ -328,32 +410,69 @@ cdef object handle_in(object stream):
     if _PyType_Lookup(kind, "cuda_stream") != NULL:  # torch's
         return stream.cuda_stream
     if _PyType_Lookup(kind, "__cuda_stream__") != NULL:
-        value = stream.__cuda_stream__()[1]
-        if not value and kind.__module__.startswith("cuda.core"):
-            raise ValueError(f"{stream!r} is closed")
-        return int(value)
-    if _PyType_Lookup(kind, "getPtr") != NULL:  # a handle of cuda.bindings
-        return int(stream)
+        return stream.__cuda_stream__()[1]
     raise TypeError(f"a stream is an int handle, a torch.cuda.Stream or has __cuda_stream__; got {kind.__name__}")
 
 
 cdef int find_current_stream(void **handle) except -1:
-    """torch's current stream on the current device, from C: no Python call, and CUDA is never initialised by it."""
+    """torch's current stream, from C: no Python call, and CUDA is never initialised by it."""
     cdef CUdevice device
+    cdef CUresult code
     if state != READY and not driver_ready():
         return 0
-    if driver.cuCtxGetDevice(&device) != CUDA_SUCCESS:
+    code = driver.cuCtxGetDevice(&device)
+    if code != CUDA_SUCCESS and code != CUDA_ERROR_INVALID_CONTEXT:
         return 0
-    if driver.current_stream == NULL:
-        if PyImport_GetModule("torch") == NULL:
-            return 0
-        driver.current_stream = <int32_t (*)(int32_t, void **) noexcept nogil>torch_current_stream()
-        if driver.current_stream == NULL:
-            return 0
+    if driver.current_stream == NULL and (PyImport_GetModule("torch") == NULL or not find_torch(&driver)):
+        return 0
+    # A thread may have entered a capturing stream and not have a context yet: torch makes it current at the first launch.
+    if code == CUDA_ERROR_INVALID_CONTEXT and driver.current_device(<int32_t *>&device) != 0:
+        return 0
     return driver.current_stream(device, handle) == 0
 
 
 # ---- attaching and appending ----
+
+cdef inline int keep_if_capturing(object owner, void *stream) except -1:
+    """The hot path: the driver's answer, two comparisons, an append. All that is rarer goes the long way, which asks again."""
+    cdef CUstreamCaptureStatus status = CU_STREAM_CAPTURE_STATUS_NONE
+    cdef uint64_t capture
+    cdef CUgraph graph
+    cdef CUresult code
+    cdef owner_list *owners = current_list
+    if state == READY and not managed_open:
+        code = driver.cuStreamGetCaptureInfo(<CUstream>stream, &status, &capture, &graph, NULL, NULL)
+        if code != CUDA_SUCCESS or status == CU_STREAM_CAPTURE_STATUS_INVALIDATED:
+            return no_capture(stream, code)
+        if status == CU_STREAM_CAPTURE_STATUS_NONE:
+            return 0
+        if owners != NULL and owners.capture == capture and (
+            not owner_dead_any() and owners.count < owners.capacity and is_plain(owner)
+        ):
+            keep(owners, owner)
+            return 1
+    return keep_slowly(owner, stream)
+
+
+cdef int keep_slowly(object owner, void *stream) except -1:
+    cdef uint64_t capture
+    cdef CUgraph graph
+    cdef owner_list *owners = open_here(stream)
+    if owners == NULL:
+        if not ask(stream, &capture, &graph):
+            return 0
+        owners = list_of(capture)
+    if not note_plain(owner):
+        return retain_all(owners_of(owner), stream)
+    if owners == NULL or owners.sealed or owners.object == NULL:
+        owners = list_for(stream, 1)
+        if owners == NULL:
+            return 0
+    elif owners.count == owners.capacity and owner_list_reserve(owners, 1):
+        no_memory(owners)
+    keep(owners, owner)
+    return 1
+
 
 cdef inline owner_list *list_of(uint64_t capture) noexcept:
     """The list of that capture, or NULL. A list whose object was destroyed is never returned."""
@@ -364,7 +483,7 @@ cdef inline owner_list *list_of(uint64_t capture) noexcept:
     if current_list != NULL and current_list.capture == capture:
         return current_list
     cdef owner_list *owners = owner_index_find(&index, capture)
-    if owners != NULL:
+    if owners != NULL and owners.object != NULL and not owners.sealed:
         current_list = owners
     return owners
 

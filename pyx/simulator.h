@@ -48,7 +48,7 @@ CUresult sim_device(int *device);   /* of the current context */
 CUresult sim_push_device(int device); /* -1: no context */
 CUresult sim_pop_device(void);
 CUresult sim_reset_context(void);
-CUresult sim_call(const char *name, CUstream stream, int again); /* a bare call; -1: unknown name. See sim_..._synchronize */
+CUresult sim_call(const char *name, CUstream stream, int again); /* a bare call; `again` as below */
 
 /* ---- streams and captures ---- */
 

@@ -1,8 +1,8 @@
 """The Python face of the simulated driver: CUDA's nouns as classes, and the switches that a test turns.
 
-It owns no state but which Python object stands for which slot; the driver itself is simulator.c. Any thread may call.
-The GIL is released around calls that may wait, end captures, or destroy something; a release of a user object keeps it,
-so that tests meet both. arena/testing.py opens and closes the driver, and documents it.
+It owns no state but which Python object stands for which slot; the driver itself is in simulator_*.c. Any thread may
+call. The GIL is released around calls that may wait, end captures, or destroy something; a release of a user object
+keeps it, so that tests meet both. arena/testing.py opens and closes the driver, and documents it.
 """
 
 from cpython.exc cimport PyErr_CheckSignals
@@ -10,10 +10,10 @@ from libc.stdint cimport int64_t, uint32_t, uint64_t, uintptr_t
 
 from arena._registry cimport use_driver
 from driver cimport (
+    CU_GRAPH_USER_OBJECT_MOVE,
     CU_USER_OBJECT_NO_DESTRUCTOR_SYNC,
     CUDA_ERROR_NOT_READY,
     CUDA_SUCCESS,
-    CU_GRAPH_USER_OBJECT_MOVE,
     CUevent,
     CUgraph,
     CUresult,
@@ -310,7 +310,7 @@ cdef class Exec:
         """cuGraphLaunch: runs behind the work that `stream` has.
 
         Args:
-            stream: where; one that is capturing is refused with 900.
+            stream: where; one that is capturing is refused with 900, and its capture is broken.
             seconds: how long the launch lasts at least.
             until: a gate: the launch lasts until it is `set()`, or destroyed.
         """
@@ -531,7 +531,8 @@ cdef class Stream:
         """cuStreamEndCapture: the graph captured.
 
         Raises:
-            Error: as `capture()`; and 908 from another thread than began it, unless in relaxed mode: that one stays open.
+            Error: As `capture()` does; and 908, where it stays open, on another thread than began it, unless it is
+                relaxed.
         """
         check("cuStreamEndCapture", self.end())
         cdef Graph captured = self._target
@@ -728,8 +729,8 @@ cdef class Driver:
     def calls(self, str symbol):
         """How many calls of one of the table's symbols were made so far.
 
-        Exact where one thread calls at a time; calls of cuStreamGetCaptureInfo, cuCtxGetDevice and current_stream that
-        race may be counted as one.
+        Exact where one thread calls at a time; calls of cuStreamGetCaptureInfo, cuCtxGetDevice, current_device
+        and current_stream that race may be counted as one.
         """
         return sim_calls(symbol_number(symbol))
 

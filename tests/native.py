@@ -27,7 +27,17 @@ def folder():
 def program(source, name, *flags):
     """Compiles one C file (of tests/, or a path) against the private headers; returns the path of the program."""
     target = folder() / name
-    command = ["gcc", "-std=gnu11", "-g", "-O1", "-Wall", "-Wno-unused-function", *flags, f"-I{HEADERS}", str(TESTS / source)]
+    command = [
+        "gcc",
+        "-std=gnu11",
+        "-g",
+        "-O1",
+        "-Wall",
+        "-Wno-unused-function",
+        *flags,
+        f"-I{HEADERS}",
+        str(TESTS / source),
+    ]
     subprocess.run([*command, "-o", str(target), "-lpthread", "-ldl"], check=True, capture_output=True, text=True)
     return target
 

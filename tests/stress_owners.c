@@ -47,7 +47,7 @@ static void *reclaimer(void *argument) {
 }
 
 int main(void) {
-    sem_init(&owner_dead_wake, 0, 0);
+    owner_dead_reset();
     pthread_t drivers[DRIVERS], consumer;
     pthread_create(&consumer, NULL, reclaimer, NULL);
     for (size_t i = 0; i < DRIVERS; i++) pthread_create(&drivers[i], NULL, driver, (void *)(uintptr_t)i);

@@ -378,26 +378,28 @@ def test_use_of_a_destroyed_stream_is_caught_by_the_simulator(simulated):
     assert simulated.query(stream) == (400, 0, 0, 0)
 
 
-def recycled(cuda, handle):
-    """A new stream whose handle is that one, which was destroyed."""
+def recycled(cuda):
+    """A destroyed stream, and a new one that got its handle."""
+    destroyed = {}
+    for _ in range(16):
+        stream = cuda.Stream()
+        destroyed[stream.handle] = stream
+    for stream in destroyed.values():
+        stream.destroy()
     for _ in range(200):
         stream = cuda.Stream()
-        if stream.handle == handle:
-            return stream
-    pytest.fail("no new stream got the handle of the destroyed one")
+        if stream.handle in destroyed:
+            return destroyed[stream.handle], stream
+    pytest.fail("no new stream got the handle of a destroyed one")
 
 
 def test_handle_of_a_destroyed_stream_is_recycled(cuda):
-    old = cuda.Stream()
-    old.destroy()
-    assert recycled(cuda, old.handle).query()
+    assert recycled(cuda)[1].query()
 
 
 def test_recycled_stream_handle_answers_for_someone_elses_work(real):
     executable, _ = instance(real)
-    old = real.Stream()
-    old.destroy()
-    new, gate = recycled(real, old.handle), real.Event()
+    (old, new), gate = recycled(real), real.Event()
     assert old.query()
     executable.launch(new, until=gate)
     assert not old.query()

@@ -188,7 +188,7 @@ def test_a_capture_begun_here_and_ended_in_another_thread_leaves_no_stale_answer
 def test_an_abandoned_capture_lets_its_owners_go(cuda):
     alive = weakref.ref(owner := Owner())
     stream = cuda.Stream()
-    with pytest.raises(cuda.Error), stream.capture("relaxed"):  # noqa: PT012
+    with pytest.raises(cuda.Error), stream.capture("relaxed"):
         capture = begin(stream)
         stream.kernel()
         arena.retain(owner, stream)

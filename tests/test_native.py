@@ -2,7 +2,10 @@
 
 import os
 import re
+import shutil
+import signal
 import subprocess
+import sys
 import weakref
 
 import native
@@ -35,6 +38,36 @@ def test_thread_sanitizer_objects_when_the_release_store_is_weakened():
     run = stress("-fsanitize=thread", "-DARENA_PUBLISH=memory_order_relaxed")
     assert run.returncode != 0
     assert "data race" in run.stderr
+
+
+CORE = ["test_retain.py", "test_scopes.py", "test_reclaim.py", "test_managed.py"]
+
+
+@pytest.mark.slow
+def test_a_debug_build_checks_every_invariant_and_finds_none_broken(tmp_path):
+    root = native.TESTS.parent
+    for name in ("arena", "pyx", "tests"):
+        shutil.copytree(root / name, tmp_path / name, ignore=shutil.ignore_patterns("*.so", "__pycache__"))
+    for name in ("setup.py", "pyproject.toml", "README.md", "LICENSE"):
+        shutil.copy(root / name, tmp_path)
+    environment = {**os.environ, "ARENA_DEBUG": "2", "PYTHONPATH": str(tmp_path)}
+    build = [sys.executable, "setup.py", "-q", "build_ext", "--inplace"]
+    subprocess.run(build, cwd=tmp_path, env=environment, check=True, capture_output=True, timeout=100)
+    code = "import arena._registry as r; assert r.debug_level == 2; assert r.__file__.startswith(%r)" % str(tmp_path)
+    subprocess.run([sys.executable, "-c", code], cwd=tmp_path, env=environment, check=True)
+    tests = [sys.executable, "-m", "pytest", "-q", "-x", "-m", "not gpu", *(f"tests/{name}" for name in CORE)]
+    run = subprocess.run(tests, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=100)
+    assert run.returncode == 0, run.stdout[-3000:]
+
+
+def test_a_debug_build_notices_a_broken_invariant():
+    """The control: a list that holds more than it has room for."""
+    run = subprocess.run(
+        [native.program("broken_list.c", "broken", "-DARENA_DEBUG=1")], capture_output=True, text=True, timeout=10
+    )
+    assert run.returncode == -signal.SIGABRT
+    assert "broken invariant list->count <= list->capacity" in run.stderr
+    assert subprocess.run([native.program("broken_list.c", "unchecked")], timeout=10).returncode == 0
 
 
 def test_every_atomic_of_the_library_is_in_one_file():

@@ -186,7 +186,14 @@ def test_none_is_refused(cuda):
 
 @pytest.mark.parametrize(
     ("stream", "error"),
-    [("7", TypeError), (1.5, TypeError), (object(), TypeError), (-1, ValueError), (1 << 64, ValueError), (True, TypeError)],
+    [
+        ("7", TypeError),
+        (1.5, TypeError),
+        (object(), TypeError),
+        (-1, ValueError),
+        (1 << 64, ValueError),
+        (True, TypeError),
+    ],
 )
 def test_what_is_no_stream_is_refused_by_name(stream, error):
     with pytest.raises(error, match=r"stream"):
@@ -201,24 +208,18 @@ def test_a_stream_may_be_an_int_or_any_object_that_carries_a_handle(cuda):
     class Torch:
         cuda_stream = stream.handle
 
-    class Bindings:
-        def getPtr(self):
-            return 0
-
-        def __int__(self):
-            return stream.handle
-
     with stream.capture() as capture:
-        for form in (stream.handle, stream, Torch(), Bindings()):
+        for form in (stream.handle, stream, Torch()):
             assert arena.retain(Owner(), form)
             assert arena.capture_id(form) == capture.id
     capture.graph.destroy()
 
 
-def test_a_closed_stream_object_is_refused(cuda):
-    stream = cuda.Stream()
+def test_a_closed_stream_object_is_refused(simulated):
+    """A raw handle cannot be checked: on a real driver it is undefined behaviour. cuda.core's closed streams: test_torch."""
+    stream = simulated.Stream()
     stream.destroy()
-    with pytest.raises((ValueError, cuda.Error, arena.DriverError)):
+    with pytest.raises((simulated.Error, arena.DriverError), match="400"):
         arena.retain(Owner(), stream)
 
 
@@ -332,7 +333,7 @@ def test_an_invalidated_capture_takes_no_owner_and_lets_the_earlier_go(cuda):
     stream = cuda.Stream()
     early, late = Owner(), Owner()
     alive = [weakref.ref(early), weakref.ref(late)]
-    with pytest.raises(cuda.Error) as raised, stream.capture():  # noqa: PT012
+    with pytest.raises(cuda.Error) as raised, stream.capture():
         stream.kernel()
         assert arena.retain(early, stream)
         stream.invalidate()
@@ -351,7 +352,7 @@ def test_an_unjoined_capture_lets_its_owners_go(cuda):
     stream, side = cuda.Stream(), cuda.Stream()
     owner = Owner()
     alive = weakref.ref(owner)
-    with pytest.raises(cuda.Error), stream.capture():  # noqa: PT012
+    with pytest.raises(cuda.Error), stream.capture():
         stream.kernel()
         side.wait(stream)
         side.kernel()
@@ -364,7 +365,7 @@ def test_python_exceptions_in_a_capture_leave_the_owners_to_the_graph(cuda):
     stream = cuda.Stream()
     owner = Owner()
     alive = weakref.ref(owner)
-    with pytest.raises(ZeroDivisionError), stream.capture() as capture:  # noqa: PT012
+    with pytest.raises(ZeroDivisionError), stream.capture() as capture:
         stream.kernel()
         arena.retain(owner, stream)
         1 / 0  # noqa: B018

@@ -127,7 +127,7 @@ def test_a_worker_of_an_unmanaged_capture_reaches_the_graph_but_not_the_scope(cu
 
     def work():
         with cuda.device(0):
-            answers.append(arena.retain(owner, stream))
+            answers.append(arena.retain(owner, stream))  # noqa: F821
 
     with arena.collect() as owners, stream.capture() as capture:
         stream.kernel()
@@ -154,7 +154,7 @@ def test_a_scope_gets_what_cuda_owners_returns():
 
 def test_what_the_driver_refuses_no_scope_gets(simulated):
     stream = simulated.Stream()
-    with stream.capture() as capture, arena.collect() as owners:  # noqa: SIM117
+    with stream.capture() as capture, arena.collect() as owners:
         with pytest.raises(arena.DriverError):
             simulated.fail("cuUserObjectCreate")
             arena.retain(1, stream)

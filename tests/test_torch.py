@@ -180,7 +180,7 @@ def test_an_exception_in_the_capture_leaves_the_owner_to_the_graph(device):
     owner = Owner()
     alive = weakref.ref(owner)
     graph = torch.cuda.CUDAGraph()
-    with pytest.raises(ValueError, match="op failed"), torch.cuda.graph(graph):  # noqa: PT012
+    with pytest.raises(ValueError, match="op failed"), torch.cuda.graph(graph):
         y.add_(1)
         arena.retain(owner)
         raise ValueError("op failed")
@@ -197,7 +197,7 @@ def test_an_invalidated_torch_capture_takes_nothing_and_leaks_nothing(device):
     early, late = Owner(), Owner()
     alive = [weakref.ref(early), weakref.ref(late)]
     graph = torch.cuda.CUDAGraph()
-    with pytest.raises(Exception) as raised, torch.cuda.graph(graph):  # noqa: PT011, PT012
+    with pytest.raises(Exception) as raised, torch.cuda.graph(graph):  # noqa: PT011
         y.add_(1)
         arena.retain(early)
         with pytest.raises(RuntimeError):
@@ -361,4 +361,3 @@ assert arena.stats().owners == 0
         timeout=60,
     )
     assert run.returncode == 0, run.stderr
-

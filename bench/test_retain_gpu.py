@@ -1,0 +1,144 @@
+"""What `retain` costs under torch on a real driver: absolute times, of the machine that the results name."""
+
+import ctypes
+from itertools import repeat
+
+import native
+import pytest
+from conftest import CALLS
+
+import arena
+
+torch = pytest.importorskip("torch")
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="torch sees no GPU"),
+]
+
+GROUP = "retain under torch"
+OWNER = object()
+
+
+def append_loop(append):
+    for _ in repeat(None, CALLS):
+        append(OWNER)
+
+
+def retain_loop(retain):
+    for _ in repeat(None, CALLS):
+        retain(OWNER)
+
+
+def retain_on_loop(retain, stream):
+    for _ in repeat(None, CALLS):
+        retain(OWNER, stream)
+
+
+@pytest.fixture
+def capturing():
+    """One capture around all rounds: what it retained goes afterwards."""
+    y = torch.zeros(8, device="cuda")
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        y.add_(1)
+        arena.retain(OWNER)
+        yield torch.cuda.current_stream().cuda_stream
+    del graph
+    arena.reclaim(5)
+
+
+@pytest.fixture
+def idle():
+    torch.cuda.init()
+    stream = torch.cuda.Stream()
+    with torch.cuda.stream(stream):
+        torch.zeros(8, device="cuda")
+        yield stream.cuda_stream
+
+
+def test_list_append(measure):
+    measure(GROUP, append_loop, lambda: ([].append,), floor=True)
+
+
+def test_eager(measure, idle):
+    measure(GROUP, retain_loop, lambda: (arena.retain,), target="≤ 110 ns")
+
+
+def test_eager_stream_given(measure, idle):
+    measure(GROUP, retain_on_loop, lambda: (arena.retain, idle))
+
+
+def test_captured(measure, capturing):
+    measure(GROUP, retain_loop, lambda: (arena.retain,), target="≤ 110 ns")
+
+
+def test_captured_stream_given(measure, capturing):
+    measure(GROUP, retain_on_loop, lambda: (arena.retain, capturing))
+
+
+def from_c(fact, label, stream):
+    client = native.extension("cimport_client")
+    query = ctypes.cast(ctypes.CDLL("libcuda.so.1").cuStreamGetCaptureInfo_v2, ctypes.c_void_p).value
+    retains, queries = [], []
+    for _ in range(31):
+        queries.append(client.seconds_per_query(query, stream, 20_000))
+        retains.append(client.seconds_per_retain(OWNER, stream, 20_000))
+    retain, ask = (sorted(each)[15] * 1e9 for each in (retains, queries))
+    fact(f"retain_on from C, {label}", f"{retain:.1f} ns, the driver's own question {ask:.1f}: {retain - ask:.1f} ns above it")
+
+
+def test_from_c_eager(fact, idle):
+    from_c(fact, "real driver, not capturing", idle)
+
+
+def test_from_c_captured(fact, capturing):
+    from_c(fact, "real driver, capturing", capturing)
+
+
+def test_ten_thousand_owners_released(measure):
+    class Owner:
+        __slots__ = ("a",)
+
+    y = torch.zeros(8, device="cuda")
+    hold = torch.cuda.CUDAGraph()
+
+    def setup():
+        from arena._registry import begin
+
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            y.add_(1)
+            for _ in repeat(None, CALLS):
+                arena.retain(Owner())
+        # An open managed capture keeps the reclaimer's thread waiting, so that all of it is released by us.
+        stream = torch.cuda.Stream()
+        with torch.cuda.stream(stream):
+            hold.capture_begin(capture_error_mode="relaxed")
+            held = begin(stream)
+            y.add_(1)
+            graph.reset()
+            while arena.stats().dead < CALLS:
+                pass
+            held.seal()
+            hold.capture_end()
+        hold.reset()
+        return (None,)
+
+    def work(_):
+        assert arena.reclaim() == CALLS
+
+    measure("release of 10,000 owners, real driver", work, setup, rounds=20)
+
+
+def test_ten_thousand_owners_in_a_list(measure):
+    class Owner:
+        __slots__ = ("a",)
+
+    measure(
+        "release of 10,000 owners, real driver",
+        lambda owners: owners.clear(),
+        lambda: ([Owner() for _ in range(CALLS)],),
+        rounds=20,
+        floor=True,
+    )
