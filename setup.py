@@ -10,6 +10,7 @@ from glob import glob
 
 from Cython.Build import cythonize
 from setuptools import Extension, setup
+from setuptools.command.sdist import sdist
 
 debug = int(os.environ.get("ARENA_DEBUG", "0"))
 sanitize = os.environ.get("ARENA_SANITIZE", "")
@@ -38,7 +39,17 @@ def extension(name, *sources):
     )
 
 
+class SourceArchive(sdist):
+    """With the tests and benchmarks, so that what was unpacked can be tested like a clone."""
+
+    def add_defaults(self):
+        super().add_defaults()
+        folders = ("tests", "bench", "bench/results")
+        self.filelist.extend(path for folder in folders for path in sorted(glob(f"{folder}/*")) if os.path.isfile(path))
+
+
 setup(
+    cmdclass={"sdist": SourceArchive},
     ext_modules=cythonize(
         [
             extension("_registry", "pyx/registry.pyx"),

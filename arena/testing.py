@@ -21,7 +21,7 @@ destructors. One can be open in a process at a time, for all its threads:
 On the way out launches end, graphs and executables are destroyed, and `arena.reclaim()` releases what they held.
 """
 
-from typing import final
+from typing import Literal, final
 
 from arena._simulator import (
     Capture,
@@ -46,10 +46,14 @@ __all__ = [
     "Event",
     "Exec",
     "Graph",
+    "Mode",
     "Stream",
     "UserObject",
     "simulated_driver",
 ]
+
+# A union, as type checkers understand the stub: they compare the two.
+Mode = Literal["global"] | Literal["thread_local"] | Literal["relaxed"]
 
 
 @final
@@ -66,7 +70,7 @@ class _SimulatedDriver:
             finish_driver()
             from arena import reclaim  # not at the top: importing this module takes the extension alone
 
-            reclaim()
+            reclaim(1.0)  # for what another thread is releasing just now
         finally:
             close_driver(self._driver)
 

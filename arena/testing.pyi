@@ -3,9 +3,24 @@ from typing import Literal, NamedTuple, final
 
 Mode = Literal["global", "thread_local", "relaxed"]
 
+__all__ = [
+    "Capture",
+    "Destructor",
+    "Driver",
+    "Error",
+    "Event",
+    "Exec",
+    "Graph",
+    "Mode",
+    "Stream",
+    "UserObject",
+    "simulated_driver",
+]
+
 class Error(RuntimeError):
     """A driver call that did not succeed; `code` is the CUresult."""
 
+    def __init__(self, call: str, code: int) -> None: ...
     @property
     def code(self) -> int: ...
 
@@ -76,6 +91,8 @@ class Event:
 class Capture:
     """What `Stream.capture()` yields."""
 
+    def __enter__(self) -> Capture: ...
+    def __exit__(self, *exc: object) -> None: ...
     @property
     def id(self) -> int: ...
     @property

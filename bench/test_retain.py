@@ -25,6 +25,11 @@ def retain_loop(retain, stream):
         retain(OWNER, stream)
 
 
+def current_loop(retain):
+    for _ in repeat(None, CALLS):
+        retain(OWNER)
+
+
 def fresh_append():
     return ([].append,)
 
@@ -43,6 +48,7 @@ def capture(cuda):
         stream.end_capture().destroy()
         arena.reclaim()
 
+    setup.stream = stream
     return setup, teardown
 
 
@@ -60,33 +66,15 @@ def test_captured(measure, capture):
     measure("retain(x, stream) from Python", retain_loop, setup, teardown=teardown, target="≤ 1.7 ×")
 
 
-def test_captured_on_a_stream_object(measure, cuda):
-    stream = cuda.Stream()
-
-    def setup():
-        stream.begin_capture("relaxed")
-        return arena.retain, stream
-
-    def teardown(*_):
-        stream.end_capture().destroy()
-        arena.reclaim()
-
-    measure("retain(x, stream) from Python", retain_loop, setup, teardown=teardown)
+def test_captured_on_a_stream_object(measure, capture):
+    setup, teardown = capture
+    measure("retain(x, stream) from Python", retain_loop, lambda: (setup()[0], setup.stream), teardown=teardown)
 
 
-def test_captured_on_the_current_stream(measure, cuda):
-    stream = cuda.Stream()
-    with stream:
-
-        def setup():
-            stream.begin_capture("relaxed")
-            return arena.retain, None
-
-        def teardown(*_):
-            stream.end_capture().destroy()
-            arena.reclaim()
-
-        measure("retain(x, stream) from Python", retain_loop, setup, teardown=teardown)
+def test_captured_on_the_current_stream(measure, capture, cuda):
+    setup, teardown = capture
+    with setup.stream:
+        measure("retain(x, stream) from Python", current_loop, lambda: setup()[:1], teardown=teardown)
 
 
 @pytest.mark.parametrize("count", [1000])

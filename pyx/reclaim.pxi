@@ -41,6 +41,7 @@ cdef enum:
     BATCH = 256            # owners that the thread releases before it lets others have the GIL
     LONGEST_CAPTURE = 30   # seconds for which the thread waits for open managed captures; then it goes on
     FENCE_POLL_MS = 1
+    EXIT_SECONDS = 2       # for the last release, and again for the thread to stop
 
 cdef double LATE_DESTRUCTOR = 0.01  # the driver runs them up to about 1 ms after the executable's destruction
 
@@ -231,16 +232,20 @@ def reclaimer():
 
 
 def stop_reclaimer():
-    """Before the interpreter goes: release what is dead, then make sure that the thread never asks for the GIL again.
-    What dies later is left to the process's end."""
+    """Before the interpreter goes: release what is dead, for a bounded time (each owner may have to wait for the GIL behind
+    busy threads), and make sure that the thread never asks for the GIL again. The rest is left to the process's end."""
     global stopping, reclaimer_runs
-    release_now()
+    cdef double limit = seconds_now() + EXIT_SECONDS
+    poll_fences()
+    drain()
+    while seconds_now() < limit and not managed_open and release_some(1):
+        pass
     stopping = True
     if reclaimer_runs:
         reclaimer_runs = False
         sem_post(&owner_dead_wake)
         with nogil:
-            wait_for_stop(2)
+            wait_for_stop(EXIT_SECONDS)
 
 
 cdef void forked() noexcept nogil:

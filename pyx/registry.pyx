@@ -180,8 +180,8 @@ def retain(owner, stream=None):
     return False
 
 
-# The same function as the interpreter calls it: taking its arguments apart costs more than all the rest, so the two common
-# forms, retain(x) and retain(x, handle), are recognised here; any other goes to the one above.
+# The same function as the interpreter calls it: taking its arguments apart costs more than all the rest, so the common
+# forms, retain(x) and retain(x, stream), are recognised here; keywords, open scopes and mistakes go to the one above.
 
 cdef object retain_any_form = retain
 cdef bytes retain_doc = b"retain(owner, stream=None)\n--\n\n" + retain.__doc__.encode()
@@ -190,14 +190,13 @@ cdef PyMethodDef retain_method
 
 cdef PyObject *retain_call(PyObject *self, PyObject *const *args, Py_ssize_t count, PyObject *names) except NULL:
     cdef void *handle = NULL
-    cdef int kept
-    if names == NULL and not scopes_open and (count == 2 and short_handle(args[1], &handle) or count == 1):
-        if args[0] != <PyObject *>None:
-            if count == 2 or find_current_stream(&handle):
-                kept = keep_if_capturing(<object>args[0], handle)
-            else:
-                kept = 0
-            return new_bool(kept)
+    cdef int found
+    if names == NULL and not scopes_open and (count == 2 or count == 1) and args[0] != <PyObject *>None:
+        if count == 1:
+            found = find_current_stream(&handle)
+        else:
+            found = short_handle(args[1], &handle) or find_stream(<object>args[1], &handle)
+        return new_bool(found and keep_if_capturing(<object>args[0], handle))
     return PyObject_Vectorcall(retain_any_form, args, count, names)
 
 
@@ -303,12 +302,13 @@ cdef int retain_opaque(void *thing, void (*release)(void *) noexcept nogil, void
 
 cdef int use_driver(const void *table) except -1:
     global driver, state
-    if state == FORKED:
-        return 0
-    drain()
-    if live or queue_first != NULL:
-        raise RuntimeError(f"the driver cannot be exchanged while {live} owner lists are alive and {dead} owners wait")
-    forget_managed()
+    if table == NULL:
+        forget_managed()  # the simulated driver has ended, and with it all that these could hold
+    release_now()
+    if live or queue_first != NULL or fences != NULL or managed_open:
+        raise RuntimeError(
+            f"the driver cannot be exchanged while {live} owner lists are alive, {dead} owners wait to be released "
+            f"and {managed_open} managed captures are open")
     if table != NULL:
         driver = (<const driver_table *>table)[0]
         state = READY
@@ -382,7 +382,7 @@ cdef int check(CUresult code, str call, void *stream=NULL) except -1:
     raise DriverError(f"{call} failed{where}: {code} ({name.decode() if name != NULL else 'unknown error'})")
 
 
-cdef inline int find_stream(object stream, void **handle) except -1:
+cdef int find_stream(object stream, void **handle) except -1:
     """1 with the handle; 0 if no stream was given and none is current."""
     if PyLong_CheckExact(stream):
         return find_handle(stream, handle)

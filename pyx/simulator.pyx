@@ -433,6 +433,8 @@ cdef class Capture:
         return self._graph
 
     def __enter__(self):
+        if self._stream is None:
+            raise TypeError("use Stream.capture()")
         self._stream.begin(self._mode, self._into, &self._id)
         self._graph = self._stream._target
         try:
@@ -443,6 +445,8 @@ cdef class Capture:
         return self
 
     def __exit__(self, kind, error, traceback):
+        if self._stream is None:
+            raise TypeError("use Stream.capture()")
         # As torch does: an exception ends the capture like any other way out, and is not hidden by what that says.
         self._stream.__exit__(kind, error, traceback)
         cdef CUresult result = self._stream.end()
@@ -460,6 +464,7 @@ cdef class Stream:
 
     cdef CUstream _handle  # NULL: the legacy stream
     cdef Graph _target  # what the capture that was begun here captures into
+    cdef tuple _protocol  # the answer of __cuda_stream__, made once
     cdef readonly int device
 
     def __cinit__(self):
@@ -476,7 +481,9 @@ cdef class Stream:
         """The stream protocol: (version, handle)."""
         if self._handle != NULL and not sim_generation(self._handle) & 1:
             raise Error("__cuda_stream__", CUDA_ERROR_INVALID_HANDLE)
-        return (0, <uintptr_t>self._handle)
+        if self._protocol is None:
+            self._protocol = (0, <uintptr_t>self._handle)
+        return self._protocol
 
     def __enter__(self):
         check("with stream", sim_stream_enter(self._handle, self.device))
@@ -822,6 +829,11 @@ cdef UserObject object_new(list objects, object tag):
 
 
 # ---- life: arena/testing.py calls these, in this order ----
+
+
+def table_address():
+    """Where the function table lies, for benchmarks that call its entries from C."""
+    return <uintptr_t>sim_table()
 
 
 def open_driver():

@@ -504,6 +504,11 @@ void sim_finish(void) {
     unlock();
     run_destructors(&list, 0);
     pthread_join(driver, NULL);
+    list = (dying){NULL, &list.first};
+    lock();
+    objects_abandon(&list);
+    unlock();
+    run_destructors(&list, 0);
 }
 
 static void pool_clear(pool *cleared) {

@@ -320,6 +320,7 @@ static inline int special(void) { return UNLIKELY(here.token != LOAD(token)); }
 /* ---- simulator_graphs.c, for the others ---- */
 
 void holdings_drop(holdings *held, dying *list);
+void objects_abandon(dying *list);
 void holdings_forget(holdings *held); /* of a context that was reset */
 graph *graph_new(int device);         /* NULL: none to be had */
 void graph_free(graph *freed, dying *list);

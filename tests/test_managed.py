@@ -9,6 +9,7 @@ from conftest import stays, until
 
 import arena
 from arena._registry import begin
+from arena.testing import simulated_driver
 
 
 class Owner:
@@ -335,3 +336,24 @@ def test_fences_are_polled_in_relaxed_mode_beside_somebodys_capture(cuda):
     beside.graph.destroy()
     executable.destroy()
     graph.destroy()
+
+
+def test_a_simulated_driver_that_ends_takes_along_what_captures_still_hold():
+    """Else one failing test of a library would fail all that come after it."""
+    with simulated_driver() as cuda:
+        stream = cuda.Stream()
+        alive = weakref.ref(owner := Owner())
+        graph, sealed = managed(stream, owner)
+        del owner
+        stream.begin_capture("relaxed")
+        opened = begin(stream)
+        arena.retain(Owner(), stream)
+    assert alive() is None
+    with simulated_driver() as cuda:
+        sealed.drop()
+        opened.seal()
+        opened.drop()
+        stream = cuda.Stream()
+        graph, capture = managed(stream, Owner())
+        capture.drop()
+        graph.destroy()

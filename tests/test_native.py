@@ -53,7 +53,7 @@ def test_a_debug_build_checks_every_invariant_and_finds_none_broken(tmp_path):
     environment = {**os.environ, "ARENA_DEBUG": "2", "PYTHONPATH": str(tmp_path)}
     build = [sys.executable, "setup.py", "-q", "build_ext", "--inplace"]
     subprocess.run(build, cwd=tmp_path, env=environment, check=True, capture_output=True, timeout=100)
-    code = "import arena._registry as r; assert r.debug_level == 2; assert r.__file__.startswith(%r)" % str(tmp_path)
+    code = f"import arena._registry as r; assert r.debug_level == 2 and r.__file__.startswith({str(tmp_path)!r})"
     subprocess.run([sys.executable, "-c", code], cwd=tmp_path, env=environment, check=True)
     tests = [sys.executable, "-m", "pytest", "-q", "-x", "-m", "not gpu", *(f"tests/{name}" for name in CORE)]
     run = subprocess.run(tests, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=100)

@@ -3,7 +3,9 @@ seconds to end in, on the simulated driver and, where an installed one can be br
 write a line when they are finalized, so that "at most once" can be counted after the process is gone.
 """
 
+import shutil
 import signal
+import subprocess
 import time
 from collections import Counter
 
@@ -83,6 +85,18 @@ class Run:
         assert self.done.stderr == ""
         assert [line for line, count in self.lines.items() if count > 1] == []
         return set(self.lines)
+
+
+# An installed driver that nobody has initialised: every call but the look-up of calls says so.
+UNINITIALISED = """
+#include <stdint.h>
+static int refuses(void) { return 3; }
+int cuGetProcAddress_v2(const char *symbol, void **function, int version, uint64_t flags, int *found) {
+    (void)symbol, (void)version, (void)flags, (void)found;
+    *function = (void *)refuses;
+    return 0;
+}
+"""
 
 
 # ---- exit ----
@@ -165,6 +179,28 @@ assert until(lambda: arena.stats().retained > 1000)
 """,
     )
     assert len(run.ended()) > 0
+
+
+def test_exit_with_many_slow_owners_takes_a_bounded_time(simulated_face):
+    """All of them would take half a minute; those that were not reached are left to the process's end."""
+    run = Run(
+        simulated_face,
+        """
+class Slow:
+    def __init__(self, name):
+        self.name = name
+    def __del__(self, sleep=time.sleep, say=say):
+        say(self.name)
+        sleep(0.01)
+
+graph = captured(cuda.Stream(), *[Slow(n) for n in range(3_000)])
+hold = Hold()
+graph.destroy()
+hold.end()
+""",
+    )
+    assert set() < run.ended() < {str(n) for n in range(3_000)}
+    assert run.seconds < 8
 
 
 def test_exit_while_threads_wait_in_reclaim(face):
@@ -483,6 +519,10 @@ say("released", now.released)
 # ---- fork ----
 
 FORK = """
+import warnings
+# From Python 3.12 on it is told at each such fork, which is what we are here for.
+warnings.filterwarnings("ignore", "This process .* is multi-threaded", DeprecationWarning)
+
 def forked(child, expect=0):
     "Runs `child` in a forked process that then ends as usual; here, waits for it."
     pid = os.fork()
@@ -832,6 +872,35 @@ assert time.monotonic() - start < 1.5, time.monotonic() - start
         opens=False,
     )
     assert run.ended() == {"parent's", "child's"}
+
+
+def test_a_child_of_a_process_that_only_looked_for_a_driver_may_open_the_simulated_one(tmp_path, simulated_face):
+    """There is an installed driver here, planted, that was asked and answered before the fork."""
+    if not shutil.which("gcc"):
+        pytest.skip("no gcc")
+    (tmp_path / "driver.c").write_text(UNINITIALISED)
+    command = ["gcc", "-shared", "-fPIC", "-o", tmp_path / "libcuda.so.1", tmp_path / "driver.c"]
+    subprocess.run(command, check=True, capture_output=True)
+    run = Run(
+        simulated_face,
+        FORK
+        + """
+def child():
+    with open_driver(FACE) as cuda:
+        alive = weakref.ref(owner := Owner("child's"))
+        graph = captured(cuda.Stream(), owner)
+        del owner
+        graph.destroy()
+        assert until(lambda: alive() is None)
+    assert arena.retain(object(), 5) is False
+
+assert arena.retain(object(), 5) is False
+forked(child)
+""",
+        opens=False,
+        env={"LD_LIBRARY_PATH": str(tmp_path)},
+    )
+    assert run.ended() == {"child's"}
 
 
 @pytest.fixture
