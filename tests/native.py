@@ -61,3 +61,8 @@ def extension(name):
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module
+
+
+def above(whole, floor):
+    """How benchmarks tell one cost above another, both in nanoseconds."""
+    return f"{whole:.1f} ns, the driver's own question {floor:.1f}: {whole - floor:.1f} ns above it (target ≤ 5)"
