@@ -42,10 +42,10 @@ def extension(name, *sources):
 class SourceArchive(sdist):
     """With the tests and benchmarks, so that what was unpacked can be tested like a clone."""
 
-    def add_defaults(self):
-        super().add_defaults()
+    def make_distribution(self):
         folders = ("tests", "bench", "bench/results")
         self.filelist.extend(path for folder in folders for path in sorted(glob(f"{folder}/*")) if os.path.isfile(path))
+        super().make_distribution()
 
 
 setup(

@@ -115,7 +115,8 @@ def clear_list(owners):
     owners.clear()
 
 
-def reclaim_all(_):
+def reclaim_all(held):
+    held.seal()
     assert arena.reclaim() == CALLS
 
 
@@ -136,10 +137,8 @@ def test_reclaim(measure, cuda):
         hold.begin_capture("relaxed")
         held = begin(hold)
         capture.graph.destroy()
-        arena.stats()
-        held.seal()
         hold.end_capture().destroy()
-        return (None,)
+        return (held,)
 
     measure("release of 10,000 owners", reclaim_all, setup, target="≤ 1.3 ×")
 

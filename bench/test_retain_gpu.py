@@ -122,12 +122,12 @@ def test_ten_thousand_owners_released(measure):
             graph.reset()
             while arena.stats().dead < CALLS:
                 pass
-            held.seal()
             hold.capture_end()
         hold.reset()
-        return (None,)
+        return (held,)
 
-    def work(_):
+    def work(held):
+        held.seal()
         assert arena.reclaim() == CALLS
 
     measure("release of 10,000 owners, real driver", work, setup, rounds=20)

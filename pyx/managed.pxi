@@ -123,6 +123,9 @@ cdef class ManagedCapture:
         if driver.cuCtxGetCurrent(&context) != CUDA_SUCCESS or context == NULL:
             # A graph is launched into a stream of its own context, whichever is current.
             context = self.context
+        if context == NULL:
+            raise DriverError(f"no context is current, nor was at the begin of capture {self.id}: nothing can tell when "
+                              f"the work on stream {stream:#x} is done")
         if self.streams is None:
             self.streams = {}
         self.streams[<intptr_t>context, stream] = None
@@ -320,8 +323,12 @@ cdef bint passed(fence_mark *mark) noexcept:
 
 
 cdef bint is_over(CUresult code) noexcept:
-    """The context is gone, and all its work with it."""
-    return code in (CUDA_ERROR_CONTEXT_IS_DESTROYED, CUDA_ERROR_INVALID_CONTEXT, CUDA_ERROR_DEINITIALIZED)
+    """The context is gone, or broken for good by a fault on the device (illegal address, time-out, assertion, launch
+    failure and their like): its work is over, and no later answer will say so better."""
+    return code in (
+        CUDA_ERROR_CONTEXT_IS_DESTROYED, CUDA_ERROR_INVALID_CONTEXT, CUDA_ERROR_DEINITIALIZED,
+        CUDA_ERROR_ILLEGAL_ADDRESS, CUDA_ERROR_LAUNCH_TIMEOUT, CUDA_ERROR_ASSERT,
+    ) or CUDA_ERROR_HARDWARE_STACK_ERROR <= code <= CUDA_ERROR_LAUNCH_FAILED
 
 
 cdef bint busy(fence_mark *mark) noexcept:

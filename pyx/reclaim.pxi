@@ -9,7 +9,7 @@ cdef extern from *:
     #include <pthread.h>
     #include <sched.h>
 
-    static __thread int releasing_here; /* owners that this thread is in the middle of releasing */
+    static __thread int releasing_here; /* calls of release_some() that this thread is inside of */
     static sem_t reclaimer_stopped;     /* posted by the thread as its last act */
 
     static double seconds_now(void) {
@@ -47,7 +47,7 @@ cdef double LATE_DESTRUCTOR = 0.01  # the driver runs them up to about 1 ms afte
 
 cdef owner_list *queue_first = NULL  # dead lists, the first to die first
 cdef owner_list *queue_last = NULL
-cdef int releasing = 0               # owners that are being released now, by any thread
+cdef int releasing = 0               # calls of release_some() that any thread is inside of
 cdef bint reclaimer_started = False  # or could not be: it is tried once
 cdef bint reclaimer_runs = False
 cdef bint stopping = False
@@ -139,10 +139,13 @@ cdef size_t release_some(size_t most) noexcept:
     cdef CUstreamCaptureMode mode = CU_STREAM_CAPTURE_MODE_RELAXED
     cdef bint relaxed
     cdef unsigned int before = process
+    cdef int open_before = managed_open
     if queue_first == NULL:
         return 0
     # Releasing frees memory and destroys events and graphs: in any other mode that would break somebody's capture.
     relaxed = driver.cuThreadExchangeStreamCaptureMode(&mode) == CUDA_SUCCESS
+    releasing += 1
+    releasing_here += 1
     while True:
         # Read afresh each time: the release before may have reclaimed, and freed the list.
         owners = queue_first
@@ -154,7 +157,7 @@ cdef size_t release_some(size_t most) noexcept:
                 queue_last = NULL
             owner_list_free(owners)
             continue
-        if done == most:
+        if done == most or managed_open > open_before:  # a capture was begun meanwhile: the rest waits for its end
             break
         if <void *>context != owners.context:
             if context != NULL:
@@ -167,18 +170,16 @@ cdef size_t release_some(size_t most) noexcept:
         entry = owners.entries[owners.cursor]
         owners.cursor += 1
         done += 1
-        releasing += 1
-        releasing_here += 1
         if entry.release != NULL:
             entry.release(entry.object)
         else:
             Py_DECREF(<object>entry.object)
         if process != before:
             return done  # a child that the owner forked: it counts from new, and has no driver to restore
-        releasing_here -= 1
-        releasing -= 1
         dead -= 1
         released += 1
+    releasing_here -= 1
+    releasing -= 1
     if context != NULL:
         driver.cuCtxPopCurrent(&context)
     if relaxed:

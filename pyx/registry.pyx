@@ -71,7 +71,7 @@ cdef extern from *:
         if (!PyLong_CheckExact(value)) return 0;
     #if PY_VERSION_HEX >= 0x030C0000
         uintptr_t tag = ((PyLongObject *)value)->long_value.lv_tag;
-        Py_ssize_t digits = (tag & 3) ? (tag & 3) == 2 ? -1 : (Py_ssize_t)(tag >> 3) : 0;
+        Py_ssize_t digits = (tag & 3) ? 0 : (Py_ssize_t)(tag >> 3); /* the low bits: 1 is zero, 2 is negative */
         const digit *d = ((PyLongObject *)value)->long_value.ob_digit;
     #else
         Py_ssize_t digits = Py_SIZE(value);
@@ -555,6 +555,7 @@ cdef owner_list *attach(owner_list *owners, void *stream, uint64_t capture, CUgr
     # the reclaimer, so no failure below frees anything itself.
     code = driver.cuGraphRetainUserObject(graph, object, 1, CU_GRAPH_USER_OBJECT_MOVE)
     if code != CUDA_SUCCESS:
+        replace_managed(owners)
         driver.cuUserObjectRelease(object, 2 if owners.managed else 1)
         check(code, "cuGraphRetainUserObject", stream)
     # Threads that do not need the GIL may have ended this capture meanwhile, and graph handles are recycled at once.
@@ -563,6 +564,7 @@ cdef owner_list *attach(owner_list *owners, void *stream, uint64_t capture, CUgr
     except Exception:
         same = False
     if not same:
+        replace_managed(owners)
         driver.cuGraphReleaseUserObject(graph, object, 1)
         if owners.managed:
             driver.cuUserObjectRelease(object, 1)
@@ -573,6 +575,21 @@ cdef owner_list *attach(owner_list *owners, void *stream, uint64_t capture, CUgr
     current_list = owners
     live += 1
     return owners
+
+
+cdef void replace_managed(owner_list *owners) noexcept:
+    """A managed list that is about to die with its refused object leaves an empty one in its place. Without memory for that
+    the capture goes on as one that is not managed: held by the executable."""
+    cdef owner_list *again
+    if not owners.managed:
+        return
+    forget(owners)
+    again = owner_list_new(owners.capture)
+    if again != NULL:
+        again.managed = True
+        again.scopes = owners.scopes
+        again.graph = owners.graph
+        owner_index_insert(&index, again)  # into the room that was just left
 
 
 cdef void forget(owner_list *owners) noexcept:

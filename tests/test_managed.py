@@ -357,3 +357,46 @@ def test_a_simulated_driver_that_ends_takes_along_what_captures_still_hold():
         graph, capture = managed(stream, Owner())
         capture.drop()
         graph.destroy()
+
+
+@pytest.mark.parametrize("symbol", ["cuUserObjectCreate", "cuGraphRetainUserObject"])
+def test_a_refused_first_retain_leaves_the_capture_managed(simulated, symbol):
+    alive = weakref.ref(owner := Owner())
+    stream = simulated.Stream()
+    stream.begin_capture("relaxed")
+    with arena.collect() as owners:
+        capture = begin(stream)
+        simulated.fail(symbol)
+        with pytest.raises(arena.DriverError, match=symbol):
+            arena.retain(owner, stream)
+        thread = threading.Thread(target=lambda: arena.retain("from a worker", stream))
+        thread.start()
+        thread.join()
+        assert owners == ["from a worker"]
+    assert arena.retain(owner, stream)
+    del owner
+    stream.kernel()
+    capture.seal()
+    graph = stream.end_capture()
+    executable = graph.instantiate()
+    capture.hold()
+    assert (graph.owners, executable.owners) == (0, 0)
+    assert alive() is not None
+    capture.drop()
+    assert until(lambda: alive() is None)
+    executable.destroy()
+    graph.destroy()
+
+
+@pytest.mark.parametrize("code", [700, 709, 716, 719])
+def test_a_fence_of_a_context_that_is_lost_for_good_passes(simulated, code):
+    alive = weakref.ref(owner := Owner())
+    stream = simulated.Stream()
+    graph, capture = managed(stream, owner)
+    del owner
+    executable = graph.instantiate()
+    executable.launch(stream, until=simulated.Event())  # which nobody will ever open
+    capture.replayed(stream.handle)
+    simulated.fail("cuEventQuery", code=code)
+    capture.drop()
+    assert until(lambda: alive() is None)

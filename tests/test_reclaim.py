@@ -327,3 +327,24 @@ def test_many_threads_capture_retain_destroy_and_reclaim_at_once(cuda):
     assert errors == []
     assert until(lambda: arena.reclaim(1) >= 0 and arena.stats().owners == before.owners)
     assert arena.stats().dead == 0
+
+
+def test_a_managed_capture_that_opens_during_the_release_makes_the_rest_wait(cuda):
+    stream = cuda.Stream()
+    captures = []
+
+    def opens():
+        with cuda.device(0):
+            stream.begin_capture("relaxed")
+            captures.append(begin(stream))
+
+    owners = [Last(opens), Owner(), Owner(), Owner()]
+    alive = [weakref.ref(owner) for owner in owners[1:]]
+    graph = captured(cuda.Stream(), *owners)
+    del owners
+    graph.destroy()
+    assert until(lambda: captures)
+    assert not until(lambda: any(each() is None for each in alive), 0.05)
+    captures[0].seal()
+    stream.end_capture().destroy()
+    assert until(lambda: all(each() is None for each in alive))
