@@ -107,7 +107,7 @@ int main(void) {
 #define X(name, abi_name, version, parameters) printf(" %zu", offsetof(driver_table, name));
     DRIVER_SYMBOLS(X)
 #undef X
-    printf(" %zu\n", offsetof(driver_table, current_stream));
+    printf(" %zu %zu\n", offsetof(driver_table, current_device), offsetof(driver_table, current_stream));
     return 0;
 }
 """
