@@ -2,7 +2,7 @@
 # user object leaves the graph before each instantiation, and a reference on the CPU side, or the kept template, holds it
 # from then on. What the driver then no longer covers, launches in flight, is covered by fences. Called with the GIL.
 
-from libc.stdlib cimport calloc, free
+from libc.stdlib cimport free, realloc
 
 cdef extern from *:
     """
@@ -13,7 +13,7 @@ cdef extern from *:
     /* One stream that a graph was replayed on. `event` is NULL until it could be recorded. */
     typedef struct fence_mark { void *stream; void *context; CUevent event; } fence_mark;
 
-    /* A reference to a user object that goes when every mark has passed. 0 <= passed <= count. */
+    /* A reference to a user object that goes when every mark has passed: the last of the `count` first. */
     typedef struct fence {
         struct fence *next;
         CUuserObject object;
@@ -53,7 +53,6 @@ cdef inline owner_list *open_here(void *stream) noexcept:
     return owners
 
 
-@cython.no_gc_clear  # letting go needs `streams`, also when the collector found us in a cycle
 @cython.final
 cdef class ManagedCapture:
     """One capture from its begin to the end of its graph's owner: begin, seal, hold, replayed, drop."""
@@ -65,14 +64,16 @@ cdef class ManagedCapture:
     cdef unsigned int epoch     # that it was made in
     cdef bint open              # between begin and seal
     cdef list scopes            # of the thread that began
-    cdef dict streams           # (context, stream) pairs that the graph was replayed on; a dict keeps their order
+    cdef fence *replays         # the streams that the graph was replayed on, not in `fences` yet; or NULL
 
     def __cinit__(self):
         self.object = NULL
         self.holder = NULL
+        self.replays = NULL
 
     def __dealloc__(self):
         self.let_go()
+        free(self.replays)
 
     def seal(self):
         """The list takes no more owners and no graph holds it: what is instantiated now is clean.
@@ -95,9 +96,9 @@ cdef class ManagedCapture:
                 self.object = <CUuserObject>owners.object
                 self.holder = <CUgraph>owners.graph
         if self.holder != NULL:
-            graph, self.holder = <intptr_t>self.holder, NULL
             # An error means that the graph is gone (an invalidated capture), and its reference with it.
-            driver.cuGraphReleaseUserObject(<CUgraph><void *><intptr_t>graph, self.object, 1)
+            driver.cuGraphReleaseUserObject(self.holder, self.object, 1)
+            self.holder = NULL
 
     def hold(self, template=0):
         """The capture has ended. With `template` (a CUgraph), that graph holds the owners too, so that its clones do.
@@ -118,17 +119,34 @@ cdef class ManagedCapture:
         self.holder = graph
 
     def replayed(self, stream):
-        """The graph was launched on that stream: the owners must outlive that work."""
+        """The graph was launched on that stream: the owners must outlive that work. The stream must outlive this capture.
+
+        Raises:
+            DriverError: No context is current, nor was at the begin: nothing could tell when the work is done.
+            MemoryError: There is no room to note the stream.
+        """
         cdef CUcontext context = NULL
+        cdef void *handle = PyLong_AsVoidPtr(stream)
+        cdef fence *replays = self.replays
+        cdef size_t i, count = 0 if replays == NULL else replays.count
         if driver.cuCtxGetCurrent(&context) != CUDA_SUCCESS or context == NULL:
             # A graph is launched into a stream of its own context, whichever is current.
             context = self.context
         if context == NULL:
             raise DriverError(f"no context is current, nor was at the begin of capture {self.id}: nothing can tell when "
                               f"the work on stream {stream:#x} is done")
-        if self.streams is None:
-            self.streams = {}
-        self.streams[<intptr_t>context, stream] = None
+        for i in range(count):
+            if replays.marks[i].stream == handle and replays.marks[i].context == <void *>context:
+                return
+        # Here and not in let_go(), where a failure could only leak.
+        replays = <fence *>realloc(replays, sizeof(fence) + (count + 1) * sizeof(fence_mark))
+        if replays == NULL:
+            raise MemoryError(f"no memory to note that capture {self.id} was replayed on stream {stream:#x}")
+        self.replays = replays
+        replays.marks[count].stream = handle
+        replays.marks[count].context = <void *>context
+        replays.marks[count].event = NULL
+        replays.count = count + 1
 
     def drop(self):
         """The graph's owner is gone. Our reference goes when all replays have finished; the call does not wait."""
@@ -144,8 +162,8 @@ cdef class ManagedCapture:
 
     cdef void let_go(self) noexcept:
         cdef owner_list *owners
-        cdef fence *wait
-        cdef size_t i = 0
+        cdef CUuserObject object
+        cdef fence *replays
         if self.epoch != epoch:
             return
         if self.open:  # abandoned: the capture was neither sealed nor ended in our sight
@@ -158,23 +176,15 @@ cdef class ManagedCapture:
                     discard(owners)
                 else:
                     self.object = <CUuserObject>owners.object
-        if self.object == NULL:
-            return
-        object, self.object = <intptr_t>self.object, NULL
-        if self.streams:
-            wait = <fence *>calloc(1, sizeof(fence) + len(self.streams) * sizeof(fence_mark))
-            if wait == NULL:
-                return  # leaked: the only safe thing left
-            wait.object = <CUuserObject><void *><intptr_t>object
-            for context, stream in self.streams:
-                wait.marks[i].context = <void *><intptr_t>context
-                wait.marks[i].stream = <void *><intptr_t>stream
-                i += 1
-            wait.count = i
-            self.streams = None
-            add_fence(wait)
+        object, self.object = self.object, NULL
+        replays, self.replays = self.replays, NULL
+        if object == NULL:
+            free(replays)
+        elif replays == NULL:
+            driver.cuUserObjectRelease(object, 1)
         else:
-            driver.cuUserObjectRelease(<CUuserObject><void *><intptr_t>object, 1)
+            replays.object = object
+            add_fence(replays)
 
 
 def begin(stream):
@@ -240,16 +250,22 @@ cdef void forget_managed() noexcept:
     """Another driver is about to be used: all lists are gone, and with them all that these could hold."""
     global managed_open, fences, epoch
     cdef fence *wait
+    cdef owner_list *each
+    cdef owner_list *after
     cdef size_t i
     epoch += 1
     managed_open = 0
     while fences != NULL:
         wait, fences = fences, fences.next
         free(wait)
-    # Managed captures that retained nothing: no user object knows their lists.
+    drain()
     for i in range(index.size):
-        while index.buckets[i] != NULL:
-            discard(index.buckets[i])
+        each = index.buckets[i]
+        while each != NULL:
+            after = each.chain
+            if each.object == NULL:  # a managed capture that retained nothing: no user object knows its list
+                discard(each)
+            each = after
 
 
 # ---- fences ----
@@ -271,11 +287,9 @@ cdef void poll_fences() noexcept:
     cdef fence *after
     cdef CUstreamCaptureMode mode
     cdef CUuserObject object
-    if fences == NULL:
-        return
     # In any other mode a query breaks every global-mode capture of the process.
-    mode = CU_STREAM_CAPTURE_MODE_RELAXED
-    driver.cuThreadExchangeStreamCaptureMode(&mode)
+    if fences == NULL or not relax(&mode):
+        return
     wait, fences = fences, NULL
     while wait != NULL:
         after = wait.next
@@ -290,7 +304,7 @@ cdef void poll_fences() noexcept:
             driver.cuUserObjectRelease(object, 1)
         wait = after
     fences = left
-    driver.cuThreadExchangeStreamCaptureMode(&mode)
+    restore(&mode)
 
 
 cdef bint passed(fence_mark *mark) noexcept:

@@ -12,6 +12,7 @@ cdef extern from "owners.h" nogil:
 
     ctypedef struct owner_list:
         owner_list *next
+        owner_list *chain
         uint64_t capture
         owner_entry *entries
         size_t count

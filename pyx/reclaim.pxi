@@ -17,7 +17,8 @@ cdef extern from *:
         clock_gettime(CLOCK_MONOTONIC, &now);
         return (double)now.tv_sec + 1e-9 * (double)now.tv_nsec;
     }
-    static void sleep_a_little(void) { nanosleep(&(struct timespec){0, 300000}, NULL); }
+    #define NAP 0.0003
+    static void nap(void) { nanosleep(&(struct timespec){0, (long)(NAP * 1e9)}, NULL); }
     static void wait_for_stop(long seconds) {
         struct timespec until;
         clock_gettime(CLOCK_REALTIME, &until);
@@ -29,7 +30,8 @@ cdef extern from *:
     int releasing_here
     sem_t reclaimer_stopped
     double seconds_now() nogil
-    void sleep_a_little() nogil
+    double NAP
+    void nap() nogil
     void wait_for_stop(long seconds) nogil
     int sched_yield() nogil
     int pthread_atfork(void *, void *, void (*child)() noexcept) nogil
@@ -91,7 +93,7 @@ def reclaim(timeout=None):
             if now >= limit or not on_their_way() and (not live or now - quiet_since > LATE_DESTRUCTOR):
                 break
             with nogil:
-                sleep_a_little()
+                nap()
             PyErr_CheckSignals()
             release_now()
     return released - before
@@ -136,14 +138,14 @@ cdef size_t release_some(size_t most) noexcept:
     cdef owner_list *owners
     cdef owner_entry entry
     cdef CUcontext context = NULL
-    cdef CUstreamCaptureMode mode = CU_STREAM_CAPTURE_MODE_RELAXED
+    cdef CUstreamCaptureMode mode
     cdef bint relaxed
     cdef unsigned int before = process
     cdef int open_before = managed_open
     if queue_first == NULL:
         return 0
     # Releasing frees memory and destroys events and graphs: in any other mode that would break somebody's capture.
-    relaxed = driver.cuThreadExchangeStreamCaptureMode(&mode) == CUDA_SUCCESS
+    relaxed = relax(&mode)
     releasing += 1
     releasing_here += 1
     while True:
@@ -183,7 +185,7 @@ cdef size_t release_some(size_t most) noexcept:
     if context != NULL:
         driver.cuCtxPopCurrent(&context)
     if relaxed:
-        driver.cuThreadExchangeStreamCaptureMode(&mode)
+        restore(&mode)
     return done
 
 
@@ -222,8 +224,8 @@ def reclaimer():
         while queue_first != NULL and not stopping:
             if managed_open and waited < LONGEST_CAPTURE:
                 with nogil:
-                    sleep_a_little()
-                waited += 0.0003
+                    nap()
+                waited += NAP
                 continue
             release_some(BATCH)
             with nogil:

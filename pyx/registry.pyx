@@ -30,7 +30,6 @@ cdef extern from "Python.h":
     object PyCFunction_NewEx(PyMethodDef *method, PyObject *self, object module)
     PyObject *PyObject_Vectorcall(object call, PyObject *const *args, size_t count, PyObject *names) except NULL
     PyObject *_PyType_Lookup(type kind, object name)
-    PyObject *PyImport_GetModule(object name) except? NULL
     PyObject *PyThreadState_GetDict()
     long PyLong_AsLong(object value)  # -1 with an error set; checked by find_handle
 
@@ -90,6 +89,7 @@ cdef extern from *:
     #endif
     /* torch's stable C ABI, from a library that torch has already loaded. 0: there is none. */
     static int find_torch(driver_table *table) {
+        if (!PyDict_GetItemString(PyImport_GetModuleDict(), "torch")) return 0;
         void *library = dlopen("libtorch_cuda.so", RTLD_LAZY | RTLD_NOLOAD);
         if (!library) return 0;
         *(void **)&table->current_device = dlsym(library, "aoti_torch_get_current_device_index");
@@ -101,7 +101,7 @@ cdef extern from *:
     PyObject *new_bool(int value) except NULL
     int is_plain(object owner)
     int note_plain(object owner)
-    int find_torch(driver_table *table) nogil
+    int find_torch(driver_table *table)
 
 
 debug_level = ARENA_DEBUG  # that this was built with: 0, 1 or 2
@@ -423,12 +423,22 @@ cdef int find_current_stream(void **handle) except -1:
     code = driver.cuCtxGetDevice(&device)
     if code != CUDA_SUCCESS and code != CUDA_ERROR_INVALID_CONTEXT:
         return 0
-    if driver.current_stream == NULL and (PyImport_GetModule("torch") == NULL or not find_torch(&driver)):
+    if driver.current_stream == NULL and not find_torch(&driver):
         return 0
     # A thread may have entered a capturing stream and not have a context yet: torch makes it current at the first launch.
     if code == CUDA_ERROR_INVALID_CONTEXT and driver.current_device(<int32_t *>&device) != 0:
         return 0
     return driver.current_stream(device, handle) == 0
+
+
+cdef inline bint relax(CUstreamCaptureMode *mode) noexcept:
+    """This thread's calls break nobody's capture from here to `restore`. False: refused, and nothing to restore."""
+    mode[0] = CU_STREAM_CAPTURE_MODE_RELAXED
+    return driver.cuThreadExchangeStreamCaptureMode(mode) == CUDA_SUCCESS
+
+
+cdef inline void restore(CUstreamCaptureMode *mode) noexcept:
+    driver.cuThreadExchangeStreamCaptureMode(mode)
 
 
 # ---- attaching and appending ----
@@ -535,6 +545,7 @@ cdef owner_list *attach(owner_list *owners, void *stream, uint64_t capture, CUgr
     cdef uint64_t capture_now
     cdef CUresult code
     cdef CUcontext context = NULL
+    cdef bint same
     if fresh:
         owners = owner_list_new(capture)
     if owners == NULL or owner_list_reserve(owners, more) or owner_index_reserve(&index):
@@ -560,8 +571,8 @@ cdef owner_list *attach(owner_list *owners, void *stream, uint64_t capture, CUgr
         check(code, "cuGraphRetainUserObject", stream)
     # Threads that do not need the GIL may have ended this capture meanwhile, and graph handles are recycled at once.
     try:
-        same = ask(stream, &capture_now, &graph_now) and capture_now == capture
-    except Exception:
+        same = ask(stream, &capture_now, &graph_now) == 1 and capture_now == capture
+    except Exception:  # invalidated, or no answer
         same = False
     if not same:
         replace_managed(owners)

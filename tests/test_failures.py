@@ -887,8 +887,8 @@ print(int(met))
     assert met == ["1"]
 
 
-def test_a_fence_for_which_there_is_no_memory_keeps_the_owners_for_good(without_memory):
-    kept = without_memory(
+def test_a_replay_that_there_is_no_memory_to_note_says_so_and_letting_go_needs_none(without_memory):
+    went = without_memory(
         """
 stream.begin_capture("relaxed")
 capture = registry.begin(stream)
@@ -899,15 +899,17 @@ del owner
 capture.seal()
 graph = stream.end_capture()
 graph.destroy()
+met, answer = attempt(1, lambda: capture.replayed(stream.handle))
+assert met and isinstance(answer, MemoryError), answer
 capture.replayed(stream.handle)
 met, answer = attempt(1, capture.drop)
-assert met and answer is None
-arena.reclaim(0.05)
-print(alive() is not None, sums_up(), flush=True)
-os._exit(0)
+assert not met and answer is None
+arena.reclaim(1)
+print(alive() is None, sums_up())
+driver.__exit__(None, None, None)
 """
     )
-    assert kept == ["True", "True"]
+    assert went == ["True", "True"]
 
 
 # ---- the thread ----
