@@ -43,23 +43,23 @@ cdef extern from "driver.h" nogil:
 
     ctypedef struct driver_table:
         CUresult (*cuStreamGetCaptureInfo)(
-            CUstream, CUstreamCaptureStatus *, uint64_t *, CUgraph *, const CUgraphNode **, size_t *)
-        CUresult (*cuUserObjectCreate)(CUuserObject *, void *, void (*)(void *), unsigned int, unsigned int)
-        CUresult (*cuUserObjectRelease)(CUuserObject, unsigned int)
-        CUresult (*cuGraphRetainUserObject)(CUgraph, CUuserObject, unsigned int, unsigned int)
-        CUresult (*cuGraphReleaseUserObject)(CUgraph, CUuserObject, unsigned int)
-        CUresult (*cuThreadExchangeStreamCaptureMode)(CUstreamCaptureMode *)
-        CUresult (*cuCtxGetDevice)(CUdevice *)
-        CUresult (*cuCtxGetCurrent)(CUcontext *)
-        CUresult (*cuCtxPushCurrent)(CUcontext)
-        CUresult (*cuCtxPopCurrent)(CUcontext *)
-        CUresult (*cuEventCreate)(CUevent *, unsigned int)
-        CUresult (*cuEventDestroy)(CUevent)
-        CUresult (*cuEventRecord)(CUevent, CUstream)
-        CUresult (*cuEventQuery)(CUevent)
-        CUresult (*cuDriverGetVersion)(int *)
-        CUresult (*cuGetErrorName)(CUresult, const char **)
-        int32_t (*current_device)(int32_t *)
-        int32_t (*current_stream)(int32_t, void **)
+            CUstream, CUstreamCaptureStatus *, uint64_t *, CUgraph *, const CUgraphNode **, size_t *) noexcept nogil
+        CUresult (*cuUserObjectCreate)(CUuserObject *, void *, void (*)(void *) noexcept nogil, unsigned int, unsigned int) noexcept nogil
+        CUresult (*cuUserObjectRelease)(CUuserObject, unsigned int) noexcept nogil
+        CUresult (*cuGraphRetainUserObject)(CUgraph, CUuserObject, unsigned int, unsigned int) noexcept nogil
+        CUresult (*cuGraphReleaseUserObject)(CUgraph, CUuserObject, unsigned int) noexcept nogil
+        CUresult (*cuThreadExchangeStreamCaptureMode)(CUstreamCaptureMode *) noexcept nogil
+        CUresult (*cuCtxGetDevice)(CUdevice *) noexcept nogil
+        CUresult (*cuCtxGetCurrent)(CUcontext *) noexcept nogil
+        CUresult (*cuCtxPushCurrent)(CUcontext) noexcept nogil
+        CUresult (*cuCtxPopCurrent)(CUcontext *) noexcept nogil
+        CUresult (*cuEventCreate)(CUevent *, unsigned int) noexcept nogil
+        CUresult (*cuEventDestroy)(CUevent) noexcept nogil
+        CUresult (*cuEventRecord)(CUevent, CUstream) noexcept nogil
+        CUresult (*cuEventQuery)(CUevent) noexcept nogil
+        CUresult (*cuDriverGetVersion)(int *) noexcept nogil
+        CUresult (*cuGetErrorName)(CUresult, const char **) noexcept nogil
+        int32_t (*current_device)(int32_t *) noexcept nogil
+        int32_t (*current_stream)(int32_t, void **) noexcept nogil
 
     int driver_fill(driver_table *table, char *why, size_t size)

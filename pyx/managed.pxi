@@ -10,8 +10,10 @@ cdef extern from *:
      * so a stale one finds a sealed list or none. */
     static __thread struct { void *stream; uint64_t capture; } managed_here;
 
-    /* One stream that a graph was replayed on. `event` is NULL until it could be recorded. */
-    typedef struct fence_mark { void *stream; void *context; CUevent event; } fence_mark;
+    /* One stream that a graph was replayed on. An external stream may be gone when the graph goes, and may not be touched
+     * then: its event is recorded at each replay. Any other's is NULL until it could be recorded, at the end. */
+    enum { OURS, RECORDED, LAUNCHING, LOST }; /* torch's; external: behind the last launch; not yet; could not be */
+    typedef struct fence_mark { void *stream; void *context; CUevent event; int kind; } fence_mark;
 
     /* A reference to a user object that goes when every mark has passed: the last of the `count` first. */
     typedef struct fence {
@@ -26,10 +28,17 @@ cdef extern from *:
         uint64_t capture
     here managed_here
 
+    enum:
+        OURS
+        RECORDED
+        LAUNCHING
+        LOST
+
     ctypedef struct fence_mark:
         void *stream
         void *context
         CUevent event
+        int kind
 
     ctypedef struct fence:
         fence *next
@@ -39,6 +48,7 @@ cdef extern from *:
 
 cdef int managed_open = 0   # managed captures between begin and seal
 cdef fence *fences = NULL   # references that wait for replays to finish
+cdef int polling = 0         # threads that have taken `fences` in hand; 0 or 1
 cdef unsigned int epoch = 0  # of driver and process: what was made in another has nothing to say to this one
 
 
@@ -59,12 +69,14 @@ cdef class ManagedCapture:
 
     cdef readonly uint64_t id   # the capture's id
     cdef CUuserObject object    # our reference, from the seal on; NULL if nothing was retained
+    cdef void *stream           # that the capture began on
     cdef CUcontext context      # that was current when the capture began
     cdef CUgraph holder         # the graph that holds a reference too, or NULL
     cdef unsigned int epoch     # that it was made in
     cdef bint open              # between begin and seal
     cdef list scopes            # of the thread that began
     cdef fence *replays         # the streams that the graph was replayed on, not in `fences` yet; or NULL
+    cdef size_t last            # the mark of the last replay, if there are any
 
     def __cinit__(self):
         self.object = NULL
@@ -94,9 +106,9 @@ cdef class ManagedCapture:
                 return
             if owners.managed:  # else it is held by the executable: its begin was not seen
                 self.object = <CUuserObject>owners.object
-                self.holder = <CUgraph>owners.graph
+                if self.still_captures():  # else the graph is not to be touched; its reference goes with it
+                    self.holder = <CUgraph>owners.graph
         if self.holder != NULL:
-            # An error means that the graph is gone (an invalidated capture), and its reference with it.
             driver.cuGraphReleaseUserObject(self.holder, self.object, 1)
             self.holder = NULL
 
@@ -118,8 +130,38 @@ cdef class ManagedCapture:
         check(driver.cuGraphRetainUserObject(graph, self.object, 1, 0), "cuGraphRetainUserObject")
         self.holder = graph
 
-    def replayed(self, stream):
-        """The graph was launched on that stream: the owners must outlive that work. The stream must outlive this capture.
+    @property
+    def holds(self):
+        """Whether anything was retained: after the seal, a capture that holds nothing need not be kept."""
+        return self.object != NULL
+
+    def replayed(self):
+        """The graph is about to be launched on torch's current stream. Cheap where that is the stream of the last time.
+
+        Returns:
+            0: noted. 1: noted, and `launched()` is to be called after the launch. None: call `note()` instead.
+        """
+        cdef void *handle = NULL
+        cdef fence_mark *mark
+        if self.replays == NULL or not find_current_stream(&handle):
+            return None
+        mark = &self.replays.marks[self.last]
+        if mark.stream != handle:
+            return None
+        if mark.kind == OURS:
+            return 0
+        mark.kind = LAUNCHING
+        return 1
+
+    def note(self, stream, bint external=False):
+        """The graph is about to be launched on that stream: the owners must outlive that work.
+
+        Args:
+            stream: The handle.
+            external: The stream may be destroyed before this capture lets go.
+
+        Returns:
+            As `replayed()`: `external` as an int.
 
         Raises:
             DriverError: No context is current, nor was at the begin: nothing could tell when the work is done.
@@ -137,7 +179,9 @@ cdef class ManagedCapture:
                               f"the work on stream {stream:#x} is done")
         for i in range(count):
             if replays.marks[i].stream == handle and replays.marks[i].context == <void *>context:
-                return
+                self.last = i
+                replays.marks[i].kind = LAUNCHING if external else OURS
+                return external
         # Here and not in let_go(), where a failure could only leak.
         replays = <fence *>realloc(replays, sizeof(fence) + (count + 1) * sizeof(fence_mark))
         if replays == NULL:
@@ -146,7 +190,26 @@ cdef class ManagedCapture:
         replays.marks[count].stream = handle
         replays.marks[count].context = <void *>context
         replays.marks[count].event = NULL
+        replays.marks[count].kind = LAUNCHING if external else OURS
         replays.count = count + 1
+        self.last = count
+        return external
+
+    def launched(self):
+        """The graph was launched on the external stream of the last `replayed()` or `note()`: an event goes behind it."""
+        cdef CUstreamCaptureMode mode
+        if self.replays != NULL and relax(&mode):  # else another thread has let go meanwhile, and made its own fence
+            if record(&self.replays.marks[self.last]) != CUDA_SUCCESS:
+                self.replays.marks[self.last].kind = LOST  # the owners stay for good: nobody can say when they may go
+            restore(&mode)
+
+    cdef bint still_captures(self) noexcept:
+        cdef uint64_t capture
+        cdef CUgraph graph
+        try:
+            return ask(self.stream, &capture, &graph) == 1 and capture == self.id
+        except Exception:  # invalidated
+            return False
 
     def drop(self):
         """The graph's owner is gone. Our reference goes when all replays have finished; the call does not wait."""
@@ -187,8 +250,8 @@ cdef class ManagedCapture:
             add_fence(replays)
 
 
-def begin(stream):
-    """Begins a managed capture: `stream` has just begun to capture, on this thread.
+def begin(stream=None):
+    """Begins a managed capture: `stream` (torch's current one) has just begun to capture, on this thread.
 
     Returns:
         A `ManagedCapture`.
@@ -223,6 +286,7 @@ def begin(stream):
     owners.graph = graph
     owner_index_insert(&index, owners)
     driver.cuCtxGetCurrent(&managed.context)
+    managed.stream = handle
     managed.id = capture
     managed.epoch = epoch
     managed.open = True
@@ -248,13 +312,13 @@ cdef void discard(owner_list *owners) noexcept:
 
 cdef void forget_managed() noexcept:
     """Another driver is about to be used: all lists are gone, and with them all that these could hold."""
-    global managed_open, fences, epoch
+    global managed_open, fences, polling, epoch
     cdef fence *wait
     cdef owner_list *each
     cdef owner_list *after
     cdef size_t i
     epoch += 1
-    managed_open = 0
+    managed_open = polling = 0
     while fences != NULL:
         wait, fences = fences, fences.next
         free(wait)
@@ -280,22 +344,30 @@ cdef void add_fence(fence *wait) noexcept:
 
 
 cdef void poll_fences() noexcept:
-    """Lets go of the references whose replays have finished."""
-    global fences
+    """Lets go of the references whose replays have finished. One thread at a time: recording may wait for room in a stream's
+    queue, so the GIL is given up for it."""
+    global fences, polling
     cdef fence *wait
     cdef fence *left = NULL
+    cdef fence *last = NULL
     cdef fence *after
     cdef CUstreamCaptureMode mode
     cdef CUuserObject object
+    cdef unsigned int before = epoch
     # In any other mode a query breaks every global-mode capture of the process.
-    if fences == NULL or not relax(&mode):
+    if fences == NULL or polling or not relax(&mode):
         return
+    polling += 1
     wait, fences = fences, NULL
     while wait != NULL:
         after = wait.next
         while wait.count and passed(&wait.marks[wait.count - 1]):
             wait.count -= 1
+        if epoch != before:
+            return  # another driver or process meanwhile: what was in hand is nobody's any more
         if wait.count:
+            if last == NULL:
+                last = wait
             wait.next = left
             left = wait
         else:
@@ -303,37 +375,57 @@ cdef void poll_fences() noexcept:
             free(wait)
             driver.cuUserObjectRelease(object, 1)
         wait = after
-    fences = left
+    if last != NULL:
+        last.next = fences  # those that were added meanwhile
+        fences = left
+    polling -= 1
     restore(&mode)
 
 
 cdef bint passed(fence_mark *mark) noexcept:
     """Whether the work that the stream had when the mark was made is done. Makes the mark where it could not be made."""
     cdef CUresult code
-    cdef CUevent event = NULL
-    cdef CUcontext context
-    if mark.event == NULL:
-        if busy(mark):
-            return False
-        code = driver.cuCtxPushCurrent(<CUcontext>mark.context)
+    if mark.kind == LOST:
+        return False
+    if mark.event == NULL or mark.kind == LAUNCHING:
+        code = record(mark)
         if code != CUDA_SUCCESS:
             return is_over(code)
-        code = driver.cuEventCreate(&event, CU_EVENT_DISABLE_TIMING)
-        if code == CUDA_SUCCESS:
-            code = driver.cuEventRecord(event, <CUstream>mark.stream)
-        driver.cuCtxPopCurrent(&context)
-        # A capture that began meanwhile has swallowed the record; to query it would break that capture.
-        if code != CUDA_SUCCESS or busy(mark):
-            if event != NULL:
-                driver.cuEventDestroy(event)
-            return False
-        mark.event = event
-    code = driver.cuEventQuery(mark.event)
+    with nogil:
+        code = driver.cuEventQuery(mark.event)
     if code != CUDA_SUCCESS and not is_over(code):
         return False  # not yet, or the driver cannot say now
     driver.cuEventDestroy(mark.event)
     mark.event = NULL
     return True
+
+
+cdef CUresult record(fence_mark *mark) noexcept:
+    """Puts the mark's event behind what its stream has to do. In relaxed mode."""
+    cdef CUresult code
+    cdef CUevent event = mark.event
+    cdef CUcontext context
+    if busy(mark):
+        return CUDA_ERROR_NOT_READY
+    code = driver.cuCtxPushCurrent(<CUcontext>mark.context)
+    if code != CUDA_SUCCESS:
+        return code
+    with nogil:
+        if event == NULL:
+            code = driver.cuEventCreate(&event, CU_EVENT_DISABLE_TIMING)
+        if code == CUDA_SUCCESS:
+            code = driver.cuEventRecord(event, <CUstream>mark.stream)
+    driver.cuCtxPopCurrent(&context)
+    mark.event = event
+    # A capture that began meanwhile has swallowed the record; to query it would break that capture.
+    if code == CUDA_SUCCESS and busy(mark):
+        code = CUDA_ERROR_NOT_READY
+    if code != CUDA_SUCCESS and event != NULL:
+        driver.cuEventDestroy(event)
+        mark.event = NULL
+    elif mark.kind == LAUNCHING:
+        mark.kind = RECORDED
+    return code
 
 
 cdef bint is_over(CUresult code) noexcept:

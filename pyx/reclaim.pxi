@@ -100,7 +100,7 @@ def reclaim(timeout=None):
 
 
 cdef bint on_their_way() noexcept:
-    return queue_first != NULL or owner_dead_any() or fences != NULL or releasing > releasing_here
+    return queue_first != NULL or owner_dead_any() or fences != NULL or polling or releasing > releasing_here
 
 
 cdef void drain() noexcept:
@@ -254,7 +254,7 @@ def stop_reclaimer():
 cdef void forked() noexcept nogil:
     """In a child, right after fork. What was inherited is the parent's: its memory is leaked here, its owners never touched."""
     global state, retained, leaked, dead, live, index, current_list, queue_first, queue_last, releasing, releasing_here
-    global reclaimer_started, reclaimer_runs, managed_open, fences, epoch, process
+    global reclaimer_started, reclaimer_runs, managed_open, fences, polling, epoch, process
     owner_dead_reset()
     leaked = retained - released
     dead = live = 0
@@ -262,7 +262,7 @@ cdef void forked() noexcept nogil:
     current_list = queue_first = queue_last = NULL
     releasing = releasing_here = 0
     reclaimer_started = reclaimer_runs = False
-    managed_open = 0
+    managed_open = polling = 0
     fences = NULL
     epoch += 1
     process += 1

@@ -282,6 +282,29 @@ def driver_version():
     return version
 
 
+def enter_relaxed():
+    """Puts the calling thread into relaxed capture mode: what it destroys or asks then breaks nobody's capture.
+
+    Returns:
+        What `leave_relaxed` needs, or None if there is nothing to restore.
+    """
+    cdef CUstreamCaptureMode mode
+    return mode if state == READY and relax(&mode) else None
+
+
+def leave_relaxed(mode):
+    """Undoes `enter_relaxed`, which returned `mode`."""
+    cdef CUstreamCaptureMode before
+    if mode is not None:
+        before = mode
+        restore(&before)
+
+
+def pending():
+    """Whether owners are dead or on their way out: something for `reclaim` to do."""
+    return on_their_way()
+
+
 # ---- for Cython ----
 
 cdef int retain_on(object owner, void *stream) except -1:

@@ -347,7 +347,7 @@ class InFlight:
         opened.managed.hold()
 
     def drop(self):
-        self.opened.managed.replayed(self.opened.stream.handle)
+        self.opened.managed.note(self.opened.stream.handle)
         self.opened.drop()
         self.executable.destroy()
 
@@ -420,7 +420,7 @@ with cuda.device(1):
     executable = graph.instantiate()
     executable.launch(stream, until=gate)
 with cuda.no_context():
-    capture.replayed(stream.handle)
+    capture.note(stream.handle)
 capture.drop()
 graph.destroy()
 executable.destroy()
@@ -529,8 +529,8 @@ class Life:
                 owner.hold(graph.handle)
         second.launch(managed, until=self.gates[1])
         if owner:
-            owner.replayed(managed.handle)
-            owner.replayed(other.handle)
+            owner.note(managed.handle)
+            owner.note(other.handle)
             owner.drop()
         graph.destroy()
         second.destroy()
@@ -899,9 +899,9 @@ del owner
 capture.seal()
 graph = stream.end_capture()
 graph.destroy()
-met, answer = attempt(1, lambda: capture.replayed(stream.handle))
+met, answer = attempt(1, lambda: capture.note(stream.handle))
 assert met and isinstance(answer, MemoryError), answer
-capture.replayed(stream.handle)
+capture.note(stream.handle)
 met, answer = attempt(1, capture.drop)
 assert not met and answer is None
 arena.reclaim(1)

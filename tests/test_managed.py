@@ -249,7 +249,7 @@ def test_dropped_in_flight_the_owners_stay_until_the_replay_has_ended(cuda):
     capture.hold()
     gate = cuda.Event()
     executable.launch(stream, until=gate)
-    capture.replayed(stream.handle)
+    capture.note(stream.handle)
     capture.drop()
     executable.destroy()
     graph.destroy()
@@ -287,7 +287,7 @@ def test_every_stream_that_replayed_is_waited_for(cuda):
     capture.hold()
     for executable, stream, gate in zip(executables, streams, gates, strict=True):
         executable.launch(stream, until=gate)
-        capture.replayed(stream.handle)
+        capture.note(stream.handle)
     capture.drop()
     for gate in gates:
         assert stays(lambda: alive() is not None, 0.02)
@@ -308,7 +308,7 @@ def test_a_fence_on_a_stream_that_is_capturing_breaks_nothing_and_is_made_later(
     capture.hold()
     executable.launch(stream)
     stream.synchronize()
-    capture.replayed(stream.handle)
+    capture.note(stream.handle)
     with stream.capture("global") as other:
         stream.kernel()
         capture.drop()
@@ -328,7 +328,7 @@ def test_fences_are_polled_in_relaxed_mode_beside_somebodys_capture(cuda):
     executable = graph.instantiate()
     capture.hold()
     executable.launch(stream)
-    capture.replayed(stream.handle)
+    capture.note(stream.handle)
     with other.capture("global") as beside:
         other.kernel()
         capture.drop()
@@ -396,7 +396,7 @@ def test_a_fence_of_a_context_that_is_lost_for_good_passes(simulated, code):
     del owner
     executable = graph.instantiate()
     executable.launch(stream, until=simulated.Event())  # which nobody will ever open
-    capture.replayed(stream.handle)
+    capture.note(stream.handle)
     simulated.fail("cuEventQuery", code=code)
     capture.drop()
     assert until(lambda: alive() is None)

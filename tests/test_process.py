@@ -141,7 +141,7 @@ capture.seal()
 graph = stream.end_capture()
 executable = graph.instantiate()
 executable.launch(stream, seconds=1)
-capture.replayed(stream.handle)
+capture.note(stream.handle)
 capture.drop()
 """,
     )
@@ -685,7 +685,7 @@ def child():
     try:
         capture.seal()
         capture.hold()
-        capture.replayed(stream.handle)
+        capture.note(stream.handle)
     except arena.DriverError:
         pass
     capture.drop()
