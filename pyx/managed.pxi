@@ -68,6 +68,7 @@ cdef class ManagedCapture:
     """One capture from its begin to the end of its graph's owner: begin, seal, hold, replayed, drop."""
 
     cdef readonly uint64_t id   # the capture's id
+    cdef public bint lazy       # the wrapper's note: a replay must instantiate first, so that the executable is clean
     cdef CUuserObject object    # our reference, from the seal on; NULL if nothing was retained
     cdef void *stream           # that the capture began on
     cdef CUcontext context      # that was current when the capture began
@@ -129,6 +130,11 @@ cdef class ManagedCapture:
             return
         check(driver.cuGraphRetainUserObject(graph, self.object, 1, 0), "cuGraphRetainUserObject")
         self.holder = graph
+
+    @property
+    def template(self):
+        """The kept template that holds the owners too, or 0."""
+        return <intptr_t>self.holder
 
     @property
     def holds(self):

@@ -215,7 +215,7 @@ def reclaimer():
     cdef unsigned int here = process  # a child forked by an owner that goes on this thread has a reclaimer of its own
     while not stopping and process == here:
         with nogil:
-            owner_dead_wait(-1 if fences == NULL else FENCE_POLL_MS / 1000.0)
+            owner_dead_wait(-1 if fences == NULL and not polling else FENCE_POLL_MS / 1000.0)
         if stopping:
             break
         poll_fences()

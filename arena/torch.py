@@ -1,0 +1,282 @@
+"""torch's graphs, managed: their executables are clean, so a replay costs what it costs without owners, and owners that a
+graph held are released only when its last replay has finished.
+
+`install()` patches the methods of `torch.cuda.CUDAGraph` and `torch.cuda.graph` in place, which reaches every holder of
+graphs; `CUDAGraph` and `graph` here are subclasses that do the same for those who want no patching. Any thread may call any
+of it. No failure of ours fails a capture or a replay: what cannot be managed stays held by the executable, exact but taxed.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import torch  # type: ignore[import-not-found, unused-ignore]
+
+from arena import _registry
+
+__all__ = ["CUDAGraph", "graph", "install", "installed", "uninstall"]
+
+log = logging.getLogger("arena")
+
+Original = Callable[..., Any]
+
+
+# ---- what a managed graph does around torch's own methods; `_arena_capture` is its ManagedCapture, or None ----
+
+
+def capture_begin(self: Any, original: Original, *args: Any, **kwargs: Any) -> None:
+    # A pool with live blocks cannot be captured into again: what is dead goes first.
+    if _registry.pending():
+        _registry.reclaim()
+    original(self, *args, **kwargs)
+    before, self._arena_capture = self._arena_capture, None
+    if before is not None:
+        before.drop()
+    try:
+        self._arena_capture = _registry.begin()
+    except Exception:
+        log.warning("this capture is not managed: its executable will hold the owners itself", exc_info=True)
+
+
+def capture_end(self: Any, original: Original) -> None:
+    """Also torch 2.14's capture_end_pre(), after which it instantiates."""
+    held = self._arena_capture
+    if held is not None:
+        held.seal()
+        if not held.holds:
+            self._arena_capture = held = None
+    try:
+        original(self)
+    except BaseException:
+        self._arena_capture = None
+        if held is not None:
+            held.drop()
+        raise
+    if held is not None and not hasattr(self, "capture_end_post"):
+        hold(self, held)
+
+
+def capture_end_post(self: Any, original: Original) -> None:
+    original(self)
+    if self._arena_capture is not None:
+        hold(self, self._arena_capture)
+
+
+def hold(self: Any, held: _registry.ManagedCapture) -> None:
+    """The capture has ended: a kept template holds the owners too, so that what is made from it by hand does."""
+    template = 0
+    if getattr(self, "_keep_graph", True):  # torch 2.14 says; earlier ones refuse the handle of a template that is not kept
+        try:
+            template = self.raw_cuda_graph()
+        except RuntimeError:
+            template = 0
+    try:
+        held.hold(template)
+    except Exception:
+        log.warning("the template does not hold the owners: clones and executables made by hand do not either", exc_info=True)
+    held.lazy = bool(template) and not getattr(self, "_has_graph_exec", False)
+
+
+def instantiate(self: Any, original: Original) -> None:
+    held = self._arena_capture
+    if held is None:
+        original(self)
+        return
+    template = held.template
+    held.seal()
+    try:
+        original(self)
+    finally:
+        if template:
+            held.hold(template)
+    held.lazy = False
+
+
+def reset(self: Any, original: Original) -> None:
+    held, self._arena_capture = self._arena_capture, None
+    mode = _registry.enter_relaxed()  # or the destruction of the executable breaks every global-mode capture
+    try:
+        original(self)
+    finally:
+        _registry.leave_relaxed(mode)
+        if held is not None:
+            held.drop()
+    if held is not None:
+        _registry.reclaim()
+
+
+def finalize(self: Any, original: Original | None) -> None:
+    """`__del__`: what the C++ destructor would do right after, but in relaxed mode."""
+    try:
+        held, self._arena_capture = self._arena_capture, None
+        if original is not None:
+            original(self)
+        retained = getattr(self, "_retained", None)
+        if retained is not None:
+            retained.fire()  # torch 2.14 promises this before the graph's own resources go
+        mode = _registry.enter_relaxed()
+        try:
+            torch._C._CUDAGraph.reset(self)
+        finally:
+            _registry.leave_relaxed(mode)
+            if held is not None:
+                held.drop()
+    except Exception:
+        log.debug("a graph was not finalized in relaxed mode", exc_info=True)
+
+
+def enter(self: Any, original: Original) -> Any:
+    """`torch.cuda.graph.__enter__`, which empties torch's cache: blocks of dead owners go before that."""
+    if _registry.pending():
+        torch.cuda.synchronize()
+        _registry.reclaim()
+    return original(self)
+
+
+def replaying(original: Original) -> Original:
+    """`replay`, the one method on the hot path: no call in between that is not needed."""
+
+    @functools.wraps(original)
+    def replay(self: Any) -> Any:
+        held = self._arena_capture
+        if held is None:
+            return original(self)
+        if held.lazy:
+            self.instantiate()
+        external = held.replayed()
+        if external is None:
+            external = held.note(*current_stream())
+        if not external:
+            return original(self)
+        try:
+            return original(self)
+        finally:
+            held.launched()
+
+    return replay
+
+
+def current_stream() -> tuple[int, bool]:
+    """torch's current stream: its handle, and whether torch did not make it (then its id is its address: even, not 0)."""
+    stream = torch.cuda.current_stream()
+    return stream.cuda_stream, stream.stream_id != 0 and not stream.stream_id & 1
+
+
+def managed(name: str, original: Original | None) -> Original:
+    """torch's method with ours around it."""
+    if name == "replay":
+        assert original is not None
+        return replaying(original)
+    around = AROUND[name]
+
+    def method(self: Any, *args: Any, **kwargs: Any) -> Any:
+        return around(self, original, *args, **kwargs)
+
+    return functools.wraps(original)(method) if original is not None else method
+
+
+AROUND: dict[str, Callable[..., Any]] = {
+    "capture_begin": capture_begin,
+    "capture_end": capture_end,
+    "capture_end_pre": capture_end,
+    "capture_end_post": capture_end_post,
+    "instantiate": instantiate,
+    "reset": reset,
+    "__del__": finalize,
+    "__enter__": enter,
+}
+
+
+def methods_of(graph_type: type) -> list[str]:
+    ends = ["capture_end_pre", "capture_end_post"] if hasattr(graph_type, "capture_end_pre") else ["capture_end"]
+    return ["capture_begin", *ends, "instantiate", "replay", "reset", "__del__"]
+
+
+# ---- in place ----
+
+_lock = threading.Lock()
+_replaced: list[tuple[type, str, Any]] = []  # (class, name, what its __dict__ had or MISSING)
+MISSING = object()
+
+
+def install() -> None:
+    """Patches `torch.cuda.CUDAGraph` and `torch.cuda.graph`, for graphs captured from now on. Twice is once."""
+    with _lock:
+        if not _replaced:
+            patch(torch.cuda.CUDAGraph, torch.cuda.graph)
+
+
+def uninstall() -> None:
+    """Puts torch's own methods back. Graphs that were captured managed keep their owners, and let them go when they die.
+
+    Raises:
+        RuntimeError: Somebody patched the same methods after us; nothing was changed.
+    """
+    with _lock:
+        for kind, name, _ in _replaced:
+            if not getattr(vars(kind).get(name), "_arena", name == "_arena_capture"):
+                raise RuntimeError(f"{kind.__name__}.{name} was patched by others since: remove that first")
+        while _replaced:
+            kind, name, before = _replaced.pop()
+            if name == "_arena_capture":
+                continue  # living graphs may still be asked for theirs
+            if before is MISSING:
+                delattr(kind, name)
+            else:
+                setattr(kind, name, before)
+
+
+def installed() -> bool:
+    """Whether `install()` is in force."""
+    return bool(_replaced)
+
+
+def patch(graph_type: type, context_type: type | None) -> None:
+    replace(graph_type, "_arena_capture", None)
+    for name in methods_of(graph_type):
+        replace(graph_type, name, managed(name, getattr(graph_type, name, None)))
+    if context_type is not None:
+        replace(context_type, "__enter__", managed("__enter__", context_type.__enter__))  # type: ignore[attr-defined]
+
+
+def replace(kind: type, name: str, value: Any) -> None:
+    if value is not None:
+        value._arena = True
+    _replaced.append((kind, name, vars(kind).get(name, MISSING)))
+    setattr(kind, name, value)
+
+
+# ---- without patching ----
+
+
+def inherited(name: str, base: type) -> Original:
+    """The managed method of a subclass: around the base's own, or simply that one where `install()` manages it already."""
+    own: Original | None = getattr(base, name, None)
+    ours = managed(name, own)
+
+    def method(self: Any, *args: Any, **kwargs: Any) -> Any:
+        now = getattr(base, name, None)
+        return ours(self, *args, **kwargs) if now is own or now is None else now(self, *args, **kwargs)
+
+    return functools.wraps(own)(method) if own is not None else method
+
+
+class CUDAGraph(torch.cuda.CUDAGraph):  # type: ignore[misc]
+    """`torch.cuda.CUDAGraph` with a clean executable and owners that outlive its last replay."""
+
+    _arena_capture: _registry.ManagedCapture | None = None
+
+
+for _name in methods_of(torch.cuda.CUDAGraph):
+    setattr(CUDAGraph, _name, inherited(_name, torch.cuda.CUDAGraph))
+
+
+class graph(torch.cuda.graph):  # type: ignore[misc]
+    """`torch.cuda.graph` that releases dead owners before torch empties its cache."""
+
+
+graph.__enter__ = inherited("__enter__", torch.cuda.graph)
