@@ -1,0 +1,444 @@
+"""Managed torch graphs on a real GPU, patched in and subclassed: nothing is paid at replay, owners outlive what is in flight,
+and nobody's capture breaks. Without a GPU, test_torch_graphs.py makes the same promises on the simulated driver."""
+
+import contextlib
+import gc
+import threading
+import time
+import weakref
+
+import pytest
+from conftest import run_python, stays, until
+
+import arena
+
+torch = pytest.importorskip("torch")
+
+import arena.torch  # noqa: E402
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="torch sees no GPU"),
+]
+
+SIZE = 1 << 20
+
+
+class Owner:
+    """Something that owns memory."""
+
+
+@pytest.fixture(params=["install", "subclass"])
+def managed(request):
+    """(CUDAGraph, graph) of torch with `install()`, or of arena.torch without."""
+    torch.cuda.synchronize()
+    if request.param == "subclass":
+        yield arena.torch.CUDAGraph, arena.torch.graph
+        return
+    arena.torch.install()
+    yield torch.cuda.CUDAGraph, torch.cuda.graph
+    arena.torch.uninstall()
+
+
+@pytest.fixture
+def installed():
+    arena.torch.install()
+    yield
+    arena.torch.uninstall()
+
+
+def spin(milliseconds):
+    """Keeps the current stream busy for about that long."""
+    torch.cuda._sleep(int(milliseconds * 1.9e6))
+
+
+def captured(classes, *owners, body=None, **options):
+    graph_type, context = classes
+    graph = graph_type(**{key: options.pop(key) for key in ("keep_graph",) if key in options})
+    y = torch.zeros(8, device="cuda")
+    with context(graph, **options):
+        y.add_(1)
+        if body:
+            body()
+        for owner in owners:
+            assert arena.retain(owner)
+    return graph
+
+
+def gone(reference):
+    return until(lambda: reference() is None)
+
+
+def queued_behind(graph, limit=1000):
+    """How many launches can be queued behind 150 ms of work before the host has to wait."""
+    stream = torch.cuda.Stream()
+    with torch.cuda.stream(stream):
+        graph.replay()
+        torch.cuda.synchronize()
+        spin(150)
+        deadline = time.perf_counter() + 0.1
+        for count in range(1, limit + 1):  # noqa: B007
+            before = time.perf_counter()
+            graph.replay()
+            if time.perf_counter() - before > 5e-3 or time.perf_counter() > deadline:
+                break
+        torch.cuda.synchronize()
+    return count
+
+
+def test_as_many_launches_queue_as_without_owners(managed):
+    with_owners, without = captured(managed, *[Owner() for _ in range(90)]), captured(managed)
+    assert queued_behind(without) > 900
+    assert queued_behind(with_owners) > 900
+
+
+def test_held_by_the_executable_28_launches_queue():
+    """The control: the tax that is not paid."""
+    graph = captured((torch.cuda.CUDAGraph, torch.cuda.graph), Owner())
+    assert queued_behind(graph) < 100
+
+
+@pytest.mark.parametrize("how", ["reset", "del"])
+def test_dropped_in_flight_owners_stay_and_the_call_returns_at_once(managed, how):
+    alive = weakref.ref(owner := Owner())
+    graph = captured(managed, owner, body=lambda: spin(50))
+    del owner
+    torch.cuda.synchronize()
+    event = torch.cuda.Event()
+    graph.replay()
+    event.record()
+    start = time.perf_counter()
+    if how == "reset":
+        graph.reset()
+    else:
+        del graph
+    took = time.perf_counter() - start
+    assert not event.query()
+    assert alive() is not None
+    assert took < 0.01
+    while not event.query():
+        assert alive() is not None
+        time.sleep(0.001)
+    assert gone(alive)
+
+
+def replay_drop_overwrite(managed):
+    """What a replay computes whose graph is dropped while it runs and whose scratch is then asked for by others."""
+    graph_type, context = managed
+    x, out = torch.full((SIZE,), 3.0, device="cuda"), torch.zeros(SIZE, device="cuda")
+    scratch = torch.full((SIZE,), 2.0, device="cuda")
+    owner = weakref.ref(scratch)
+    graph = graph_type()
+    torch.cuda.synchronize()
+    with context(graph):
+        spin(60)
+        torch.mul(x, scratch, out=out)
+        assert arena.retain(scratch)
+    del scratch
+    graph.replay()
+    graph.reset()
+    other = torch.cuda.Stream()
+    with torch.cuda.stream(other):
+        until(lambda: owner() is None, 0.03)
+        poison = [torch.full((SIZE,), float("nan"), device="cuda") for _ in range(16)]
+        other.synchronize()
+    torch.cuda.synchronize()
+    del poison
+    return out[0].item()
+
+
+def test_memory_of_a_dropped_graph_is_not_reused_before_its_replay_has_ended(managed):
+    assert replay_drop_overwrite(managed) == 6.0
+
+
+def test_without_the_fence_it_is_reused_during_the_replay(installed, monkeypatch):
+    """The control. torch.cuda.CUDAGraph with the note of the replay left out."""
+    original = torch.cuda.CUDAGraph.replay.__wrapped__
+    monkeypatch.setattr(torch.cuda.CUDAGraph, "replay", original)
+    assert replay_drop_overwrite((torch.cuda.CUDAGraph, torch.cuda.graph)) != 6.0
+    monkeypatch.undo()
+
+
+def test_every_stream_of_a_replay_is_fenced(managed):
+    alive = weakref.ref(owner := Owner())
+    graph = captured(managed, owner)
+    del owner
+    streams = [torch.cuda.Stream() for _ in range(3)]
+    for stream in streams:
+        with torch.cuda.stream(stream):
+            graph.replay()
+            spin(40)
+            graph.replay()
+    graph.reset()
+    assert alive() is not None
+    for stream in streams:
+        stream.synchronize()
+    assert gone(alive)
+
+
+def test_an_external_stream_may_be_destroyed_before_the_graph(managed):
+    core = pytest.importorskip("cuda.core")
+    here = core.Device()
+    here.set_current()
+    theirs = here.create_stream()
+    external = torch.cuda.ExternalStream(int(theirs.handle))
+    alive = weakref.ref(owner := Owner())
+    graph = captured(managed, owner)
+    del owner
+    with torch.cuda.stream(external):
+        graph.replay()
+        graph.replay()
+    external.synchronize()
+    theirs.close()
+    graph.reset()
+    assert gone(alive)
+
+
+@pytest.mark.parametrize("how", ["instantiate", "lazily"])
+def test_a_kept_template_holds_the_owners(managed, how):
+    alive = weakref.ref(owner := Owner())
+    graph = captured(managed, owner, keep_graph=True)
+    del owner
+    if how == "instantiate":
+        graph.instantiate()
+        graph.instantiate()
+    assert queued_behind(graph) > 900
+    graph.reset()
+    assert gone(alive)
+
+
+@pytest.mark.parametrize("owners", [0, 1])
+@pytest.mark.parametrize("how", ["reset", "collected"])
+def test_a_graph_that_goes_during_anothers_global_capture_does_not_break_it(installed, owners, how):
+    classes = torch.cuda.CUDAGraph, torch.cuda.graph
+    graph = [captured(classes, *[Owner() for _ in range(owners)])]
+    graph[0].replay()
+    torch.cuda.synchronize()
+    y = torch.zeros(8, device="cuda")
+
+    def drop():
+        if how == "reset":
+            graph[0].reset()
+        graph.clear()
+        gc.collect()
+
+    other = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(other, capture_error_mode="global"):
+        y.add_(1)
+        thread = threading.Thread(target=drop)
+        thread.start()
+        thread.join()
+        y.add_(1)
+    other.replay()
+    torch.cuda.synchronize()
+    assert y[0].item() == 2.0
+
+
+def test_without_install_it_breaks_it():
+    classes = torch.cuda.CUDAGraph, torch.cuda.graph
+    graph = captured(classes)
+    y = torch.zeros(8, device="cuda")
+    other = torch.cuda.CUDAGraph()
+    with pytest.raises(Exception, match=r"captur|invalidat"):
+        with torch.cuda.graph(other, capture_error_mode="global"):
+            y.add_(1)
+            graph.reset()
+            y.add_(1)
+
+
+def test_a_pool_whose_owners_were_in_it_can_be_captured_into_again(managed):
+    """A profiling capture, thrown away, and the real one in the same pool."""
+    graph_type, context = managed
+    pool = torch.cuda.graph_pool_handle()
+    reserved = []
+    for _ in range(4):
+        graph = graph_type()
+        with context(graph, pool=pool):
+            inside = torch.zeros(8 << 20, device="cuda")
+            arena.retain(inside)
+            inside.add_(1)
+        del inside
+        graph.replay()
+        torch.cuda.synchronize()
+        reserved.append(torch.cuda.memory_reserved())
+        graph.reset()
+        del graph
+    assert reserved[-1] <= reserved[0] + (4 << 20), reserved
+
+
+def test_a_failed_capture_lets_go_and_the_next_starts_empty(managed):
+    graph_type, context = managed
+    alive = weakref.ref(owner := Owner())
+    y = torch.zeros(8, device="cuda")
+    graph = graph_type()
+    with pytest.raises(Exception, match=""):  # noqa: PT011 - whatever torch makes of it
+        with context(graph):
+            y.add_(1)
+            arena.retain(owner)
+            with contextlib.suppress(RuntimeError):
+                torch.cuda.synchronize()
+    del owner, graph
+    gc.collect()
+    assert gone(alive)
+    before = arena.stats().owners
+    graph = captured(managed, Owner())
+    assert arena.stats().owners == before + 1
+    graph.reset()
+
+
+def test_make_graphed_callables_is_managed(installed):
+    kept = []
+
+    class Scale(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.weight = torch.nn.Parameter(torch.ones(8, device="cuda"))
+
+        def forward(self, x):
+            owner = Owner()
+            if arena.retain(owner):
+                kept.append(weakref.ref(owner))
+            return x * self.weight
+
+    graphed = torch.cuda.make_graphed_callables(Scale(), (torch.ones(8, device="cuda", requires_grad=True),))
+    assert kept
+    assert all(each() is not None for each in kept)
+    out = graphed(torch.full((8,), 2.0, device="cuda", requires_grad=True))
+    out.sum().backward()
+    torch.cuda.synchronize()
+    del graphed, out
+    gc.collect()
+    assert until(lambda: all(each() is None for each in kept))
+
+
+def test_a_thousand_cycles_of_capture_replay_and_drop_keep_memory_flat(managed):
+    def cycle():
+        graph = captured(managed, *[torch.empty(1024, device="cuda") for _ in range(10)])
+        graph.replay()
+
+    def resident():
+        with open("/proc/self/statm") as statm:
+            return int(statm.read().split()[1]) * 4096
+
+    for _ in range(100):
+        cycle()
+    torch.cuda.synchronize()
+    arena.reclaim(5)
+    device, host = torch.cuda.memory_allocated(), resident()
+    for _ in range(1000):
+        cycle()
+    torch.cuda.synchronize()
+    arena.reclaim(5)
+    assert torch.cuda.memory_allocated() <= device + (1 << 16)
+    assert resident() - host < 8 << 20
+    assert arena.stats().owners == 0
+
+
+def test_retention_works_from_a_side_stream_and_a_worker_thread(managed):
+    graph_type, context = managed
+    y = torch.zeros(8, device="cuda")
+    owners = [Owner() for _ in range(3)]
+    alive = [weakref.ref(owner) for owner in owners]
+    side = torch.cuda.Stream()
+    graph = graph_type()
+
+    def work():
+        with torch.cuda.stream(side):
+            assert arena.retain(owners[2])
+
+    with context(graph, capture_error_mode="thread_local"):
+        y.add_(1)
+        main = torch.cuda.current_stream()
+        assert arena.retain(owners[0])
+        side.wait_stream(main)
+        with torch.cuda.stream(side):
+            y.add_(1)
+            assert arena.retain(owners[1])
+        thread = threading.Thread(target=work)
+        thread.start()
+        thread.join()
+        main.wait_stream(side)
+    owners.clear()
+    assert queued_behind(graph) > 900
+    assert all(each() is not None for each in alive)
+    graph.reset()
+    assert until(lambda: all(each() is None for each in alive))
+
+
+def test_segments_of_a_breakable_graph_die_in_any_order(managed):
+    shared = Owner()
+    alive = weakref.ref(shared)
+    own = [Owner() for _ in range(5)]
+    owned = [weakref.ref(owner) for owner in own]
+    segments = [captured(managed, shared, owner) for owner in own]
+    del shared
+    own.clear()
+    for number in (3, 0, 4, 1):
+        segments[number].reset()
+        assert gone(owned[number])
+        assert alive() is not None
+    segments[2].reset()
+    assert gone(alive)
+
+
+@pytest.mark.parametrize("library", ["cupy", "cuda.bindings"])
+def test_captures_of_other_libraries_are_held_by_the_executable(installed, library):
+    pytest.importorskip(library)
+    alive = weakref.ref(owner := Owner())
+    torch.cuda.init()
+    if library == "cupy":
+        import cupy
+
+        stream = cupy.cuda.Stream(non_blocking=True)
+        y = cupy.zeros(8)
+        with stream:
+            y += 1
+            stream.begin_capture()
+            y += 1
+            assert arena.retain(owner, stream)
+            graph = stream.end_capture()
+        release = [graph]
+        del graph
+    else:
+        from cuda.bindings import driver
+
+        check = lambda result: result[1] if len(result) > 1 else None  # noqa: E731
+        torch.zeros(1, device="cuda")
+        stream = check(driver.cuStreamCreate(1))
+        driver.cuStreamBeginCapture(stream, driver.CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_RELAXED)
+        assert arena.retain(owner, stream)
+        graph = check(driver.cuStreamEndCapture(stream))
+        executable = check(driver.cuGraphInstantiate(graph, 0))
+        driver.cuGraphDestroy(graph)
+
+        class Executable:
+            def __del__(self):
+                driver.cuGraphExecDestroy(executable)
+
+        release = [Executable()]
+    del owner
+    assert stays(lambda: alive() is not None)
+    release.clear()
+    gc.collect()
+    arena.reclaim(5)
+    assert gone(alive)
+
+
+@pytest.mark.parametrize("how", ["alive", "in flight", "dropped in flight"])
+def test_exit_with_managed_graphs_is_quick_and_quiet(how):
+    run = run_python(
+        f"""
+import arena, arena.torch, torch
+arena.torch.install()
+how = {how!r}
+y = torch.zeros(8, device="cuda")
+graph = torch.cuda.CUDAGraph()
+with torch.cuda.graph(graph):
+    y.add_(1); torch.cuda._sleep(200_000_000); arena.retain(torch.zeros(1 << 20, device="cuda"))
+graph.replay()
+if how == "alive": torch.cuda.synchronize()
+if how == "dropped in flight": graph.reset()
+""",
+        timeout=60,
+    )
+    assert (run.returncode, run.stderr) == (0, ""), run.stderr
