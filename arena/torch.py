@@ -28,6 +28,13 @@ Original = Callable[..., Any]
 # ---- what a managed graph does around torch's own methods; `_arena_capture` is its ManagedCapture, or None ----
 
 
+def new(kind: type, original: Original, *args: Any, **kwargs: Any) -> Any:
+    """`__new__`: torch does not tell later whether the template is kept."""
+    self = original(kind, *args, **kwargs)
+    self._arena_keep = bool(args[0] if args else kwargs.get("keep_graph", False))
+    return self
+
+
 def capture_begin(self: Any, original: Original, *args: Any, **kwargs: Any) -> None:
     # A pool with live blocks cannot be captured into again: what is dead goes first.
     if _registry.pending():
@@ -69,7 +76,8 @@ def capture_end_post(self: Any, original: Original) -> None:
 def hold(self: Any, held: _registry.ManagedCapture) -> None:
     """The capture has ended: a kept template holds the owners too, so that what is made from it by hand does."""
     template = 0
-    if getattr(self, "_keep_graph", True):  # torch 2.14 says; earlier ones refuse the handle of a template that is not kept
+    keep = getattr(self, "_arena_keep", None)
+    if keep is not False:  # None: made before install(); torch refuses the handle of a template that is not kept
         try:
             template = self.raw_cuda_graph()
         except RuntimeError:
@@ -145,10 +153,10 @@ def replaying(original: Original) -> Original:
         held = self._arena_capture
         if held is None:
             return original(self)
-        if held.lazy:
-            self.instantiate()
         external = held.replayed()
         if external is None:
+            if held.lazy:
+                self.instantiate()
             external = held.note(*current_stream())
         if not external:
             return original(self)
@@ -180,6 +188,7 @@ def managed(name: str, original: Original | None) -> Original:
 
 
 AROUND: dict[str, Callable[..., Any]] = {
+    "__new__": new,
     "capture_begin": capture_begin,
     "capture_end": capture_end,
     "capture_end_pre": capture_end,
@@ -193,7 +202,7 @@ AROUND: dict[str, Callable[..., Any]] = {
 
 def methods_of(graph_type: type) -> list[str]:
     ends = ["capture_end_pre", "capture_end_post"] if hasattr(graph_type, "capture_end_pre") else ["capture_end"]
-    return ["capture_begin", *ends, "instantiate", "replay", "reset", "__del__"]
+    return ["__new__", "capture_begin", *ends, "instantiate", "replay", "reset", "__del__"]
 
 
 # ---- in place ----
@@ -238,7 +247,8 @@ def installed() -> bool:
 def patch(graph_type: type, context_type: type | None) -> None:
     replace(graph_type, "_arena_capture", None)
     for name in methods_of(graph_type):
-        replace(graph_type, name, managed(name, getattr(graph_type, name, None)))
+        method = managed(name, getattr(graph_type, name, None))
+        replace(graph_type, name, staticmethod(method) if name == "__new__" else method)
     if context_type is not None:
         replace(context_type, "__enter__", managed("__enter__", context_type.__enter__))  # type: ignore[attr-defined]
 
@@ -257,6 +267,8 @@ def inherited(name: str, base: type) -> Original:
     """The managed method of a subclass: around the base's own, or simply that one where `install()` manages it already."""
     own: Original | None = getattr(base, name, None)
     ours = managed(name, own)
+    if name in ("replay", "__new__"):
+        return ours  # the hot one, and what may be done twice
 
     def method(self: Any, *args: Any, **kwargs: Any) -> Any:
         now = getattr(base, name, None)
@@ -272,7 +284,8 @@ class CUDAGraph(torch.cuda.CUDAGraph):  # type: ignore[misc]
 
 
 for _name in methods_of(torch.cuda.CUDAGraph):
-    setattr(CUDAGraph, _name, inherited(_name, torch.cuda.CUDAGraph))
+    _method = inherited(_name, torch.cuda.CUDAGraph)
+    setattr(CUDAGraph, _name, staticmethod(_method) if _name == "__new__" else _method)
 
 
 class graph(torch.cuda.graph):  # type: ignore[misc]

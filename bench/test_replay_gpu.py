@@ -114,13 +114,13 @@ def queued(graph, limit=1000):
         graph.replay()
         torch.cuda.synchronize()
         torch.cuda._sleep(int(150 * 1.9e6))
-        for count in range(limit):
+        for count in range(1, limit + 1):  # noqa: B007
             before = time.perf_counter()
             graph.replay()
             if time.perf_counter() - before > 5e-3:
                 break
         torch.cuda.synchronize()
-    return count + 1
+    return count
 
 
 def test_launches_that_queue_behind_150_ms(fact):

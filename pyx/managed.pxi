@@ -6,10 +6,6 @@ from libc.stdlib cimport free, realloc
 
 cdef extern from *:
     """
-    /* Where a retain on this thread most likely belongs. A hint only: `capture` is looked up, and ids are never reused,
-     * so a stale one finds a sealed list or none. */
-    static __thread struct { void *stream; uint64_t capture; } managed_here;
-
     /* One stream that a graph was replayed on. An external stream may be gone when the graph goes, and may not be touched
      * then: its event is recorded at each replay. Any other's is NULL until it could be recorded, at the end. */
     enum { OURS, RECORDED, LAUNCHING, LOST }; /* torch's; external: behind the last launch; not yet; could not be */
@@ -23,11 +19,6 @@ cdef extern from *:
         fence_mark marks[];
     } fence;
     """
-    ctypedef struct here:
-        void *stream
-        uint64_t capture
-    here managed_here
-
     enum:
         OURS
         RECORDED
@@ -145,11 +136,12 @@ cdef class ManagedCapture:
         """The graph is about to be launched on torch's current stream. Cheap where that is the stream of the last time.
 
         Returns:
-            0: noted. 1: noted, and `launched()` is to be called after the launch. None: call `note()` instead.
+            0: noted. 1: noted, and `launched()` is to be called after the launch. None: not noted. See to `lazy`, and call
+            `note()`.
         """
         cdef void *handle = NULL
         cdef fence_mark *mark
-        if self.replays == NULL or not find_current_stream(&handle):
+        if self.replays == NULL or self.lazy or not find_current_stream(&handle):
             return None
         mark = &self.replays.marks[self.last]
         if mark.stream != handle:

@@ -80,6 +80,10 @@ cdef extern from *:
         *handle = (void *)(d[0] | (digits == 2 ? (uintptr_t)d[1] << PyLong_SHIFT : 0));
         return 1;
     }
+    /* Where a retain on this thread most likely belongs. A hint only: `capture` is looked up, and ids are never reused, so
+     * a stale one finds a sealed list or none. */
+    static __thread struct { void *stream; uint64_t capture; } managed_here;
+
     static inline PyObject *new_bool(int value) {
         return value < 0 ? NULL : Py_NewRef(value ? Py_True : Py_False);
     }
@@ -97,6 +101,10 @@ cdef extern from *:
         return table->current_device && table->current_stream;
     }
     """
+    ctypedef struct here:
+        void *stream
+        uint64_t capture
+    here managed_here
     int short_handle(PyObject *value, void **handle)
     PyObject *new_bool(int value) except NULL
     int is_plain(object owner)
@@ -473,7 +481,14 @@ cdef inline int keep_if_capturing(object owner, void *stream) except -1:
     cdef CUgraph graph
     cdef CUresult code
     cdef owner_list *owners = current_list
-    if state == READY and not managed_open:
+    if managed_open:
+        # Inside a managed capture its thread need not ask; see open_here(), of which this is the common case.
+        if state == READY and owners != NULL and managed_here.stream == stream and owners.capture == managed_here.capture and (
+            not owner_dead_any() and owners.count < owners.capacity and is_plain(owner)
+        ):
+            keep(owners, owner)
+            return 1
+    elif state == READY:
         code = driver.cuStreamGetCaptureInfo(<CUstream>stream, &status, &capture, &graph, NULL, NULL)
         if code != CUDA_SUCCESS or status == CU_STREAM_CAPTURE_STATUS_INVALIDATED:
             return no_capture(stream, code)
