@@ -157,7 +157,7 @@ def replaying(original: Original) -> Original:
         if external is None:
             if held.lazy:
                 self.instantiate()
-            external = held.note(*current_stream())
+            external = held.note(*current_stream(held.device))
         if not external:
             return original(self)
         try:
@@ -168,9 +168,9 @@ def replaying(original: Original) -> Original:
     return replay
 
 
-def current_stream() -> tuple[int, bool]:
-    """torch's current stream: its handle, and whether torch did not make it (then its id is its address: even, not 0)."""
-    stream = torch.cuda.current_stream()
+def current_stream(device: int) -> tuple[int, bool]:
+    """torch's current stream of a device: its handle, and whether torch did not make it (its id is an address: even, not 0)."""
+    stream = torch.cuda.current_stream(device)
     return stream.cuda_stream, stream.stream_id != 0 and not stream.stream_id & 1
 
 

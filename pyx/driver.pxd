@@ -44,7 +44,8 @@ cdef extern from "driver.h" nogil:
     ctypedef struct driver_table:
         CUresult (*cuStreamGetCaptureInfo)(
             CUstream, CUstreamCaptureStatus *, uint64_t *, CUgraph *, const CUgraphNode **, size_t *) noexcept nogil
-        CUresult (*cuUserObjectCreate)(CUuserObject *, void *, void (*)(void *) noexcept nogil, unsigned int, unsigned int) noexcept nogil
+        CUresult (*cuUserObjectCreate)(
+            CUuserObject *, void *, void (*)(void *) noexcept nogil, unsigned int, unsigned int) noexcept nogil
         CUresult (*cuUserObjectRelease)(CUuserObject, unsigned int) noexcept nogil
         CUresult (*cuGraphRetainUserObject)(CUgraph, CUuserObject, unsigned int, unsigned int) noexcept nogil
         CUresult (*cuGraphReleaseUserObject)(CUgraph, CUuserObject, unsigned int) noexcept nogil

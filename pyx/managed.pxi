@@ -63,6 +63,7 @@ cdef class ManagedCapture:
     cdef CUuserObject object    # our reference, from the seal on; NULL if nothing was retained
     cdef void *stream           # that the capture began on
     cdef CUcontext context      # that was current when the capture began
+    cdef readonly CUdevice device  # whose context that is; -1: none
     cdef CUgraph holder         # the graph that holds a reference too, or NULL
     cdef unsigned int epoch     # that it was made in
     cdef bint open              # between begin and seal
@@ -133,7 +134,8 @@ cdef class ManagedCapture:
         return self.object != NULL
 
     def replayed(self):
-        """The graph is about to be launched on torch's current stream. Cheap where that is the stream of the last time.
+        """The graph is about to be launched on torch's current stream of the capture's device, as torch does it, whichever
+        device is current. Cheap where that is the stream of the last time.
 
         Returns:
             0: noted. 1: noted, and `launched()` is to be called after the launch. None: not noted. See to `lazy`, and call
@@ -141,7 +143,9 @@ cdef class ManagedCapture:
         """
         cdef void *handle = NULL
         cdef fence_mark *mark
-        if self.replays == NULL or self.lazy or not find_current_stream(&handle):
+        if self.replays == NULL or self.lazy or driver.current_stream == NULL:
+            return None
+        if driver.current_stream(self.device, &handle) != 0:
             return None
         mark = &self.replays.marks[self.last]
         if mark.stream != handle:
@@ -283,6 +287,8 @@ def begin(stream=None):
     owners.scopes = <void *>managed.scopes
     owners.graph = graph
     owner_index_insert(&index, owners)
+    if driver.cuCtxGetDevice(&managed.device) != CUDA_SUCCESS:
+        managed.device = -1
     driver.cuCtxGetCurrent(&managed.context)
     managed.stream = handle
     managed.id = capture
@@ -291,6 +297,7 @@ def begin(stream=None):
     managed_open += 1
     managed_here.stream = handle
     managed_here.capture = capture
+    managed_here.device = managed.device
     return managed
 
 

@@ -82,7 +82,7 @@ cdef extern from *:
     }
     /* Where a retain on this thread most likely belongs. A hint only: `capture` is looked up, and ids are never reused, so
      * a stale one finds a sealed list or none. */
-    static __thread struct { void *stream; uint64_t capture; } managed_here;
+    static __thread struct { void *stream; uint64_t capture; CUdevice device; } managed_here;
 
     static inline PyObject *new_bool(int value) {
         return value < 0 ? NULL : Py_NewRef(value ? Py_True : Py_False);
@@ -104,6 +104,7 @@ cdef extern from *:
     ctypedef struct here:
         void *stream
         uint64_t capture
+        CUdevice device
     here managed_here
     int short_handle(PyObject *value, void **handle)
     PyObject *new_bool(int value) except NULL
@@ -451,6 +452,11 @@ cdef int find_current_stream(void **handle) except -1:
     cdef CUresult code
     if state != READY and not driver_ready():
         return 0
+    # On the stream of its own managed capture a thread need not ask for its device. (Where it made another device the
+    # current one meanwhile, this still says the capture's: at worst an owner lives as long as that graph.)
+    if managed_open and managed_here.capture and driver.current_stream != NULL:
+        if driver.current_stream(managed_here.device, handle) == 0 and handle[0] == managed_here.stream:
+            return 1
     code = driver.cuCtxGetDevice(&device)
     if code != CUDA_SUCCESS and code != CUDA_ERROR_INVALID_CONTEXT:
         return 0

@@ -2,6 +2,8 @@
 patched is the real Python of that torch, without a GPU."""
 
 import contextlib
+import importlib
+import os
 import threading
 import types
 from pathlib import Path
@@ -42,10 +44,11 @@ class _CUDAGraph:
         self.stream.begin_capture(capture_error_mode)
 
     def capture_end(self):
-        self.capture_end_pre()
+        self.template = self.stream.end_capture()
         if not self.keep:
             _CUDAGraph.instantiate(self)
-        self.capture_end_post()
+            self.template.destroy()
+            self.template = None
 
     def instantiate(self):
         if self.executable:
@@ -69,7 +72,14 @@ class _CUDAGraph:
             raise RuntimeError("the raw graph is accessible only with keep_graph=true")
         return self.template.handle
 
-    # Not methods of the C++ class before 2.14: removed below for those.
+    def __del__(self):
+        with contextlib.suppress(Exception):  # the driver may have ended before
+            _CUDAGraph.reset(self)
+
+
+class _CUDAGraph214(_CUDAGraph):
+    """From torch 2.14 on the end comes in two halves, and Python instantiates in between."""
+
     def capture_end_pre(self):
         self.template = self.stream.end_capture()
 
@@ -82,21 +92,21 @@ class _CUDAGraph:
     def _has_graph_exec(self):
         return self.executable is not None
 
-    def __del__(self):
-        with contextlib.suppress(Exception):  # the driver may have ended before
-            _CUDAGraph.reset(self)
-
 
 def graphs():
-    """The classes of this torch's graphs.py, over the stand-in."""
-    path = Path(torch.cuda.graphs.__file__)
+    """The classes of this torch's graphs.py, over the stand-in; or of the file that ARENA_TORCH_GRAPHS names, of another."""
+    path = Path(os.environ.get("ARENA_TORCH_GRAPHS") or torch.cuda.graphs.__file__)
     module = types.ModuleType("standin_graphs")
     module.__file__, module.__package__ = str(path), "torch.cuda"
-    names = {"_CUDAGraph": _CUDAGraph, "_CudaStreamBase": object}
+    source = path.read_text()
+    names = {"_CUDAGraph": _CUDAGraph214 if "def capture_end_pre" in source else _CUDAGraph, "_CudaStreamBase": object}
+    annotations = importlib.import_module("torch.cuda._graph_annotations")
+    if not hasattr(annotations, "maybe_stamp_capture_graph_id"):  # 2.14's, where this torch is older
+        annotations.maybe_stamp_capture_graph_id = lambda graph: None
     before = {name: torch._C.__dict__.get(name) for name in names}
     try:
         torch._C.__dict__.update(names)
-        exec(compile(path.read_text(), str(path), "exec"), module.__dict__)
+        exec(compile(source, str(path), "exec"), module.__dict__)
     finally:
         for name, value in before.items():
             if value is None:

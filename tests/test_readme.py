@@ -34,12 +34,21 @@ def test_the_example_keeps_its_owner_as_long_as_its_graph():
 
 def test_the_testing_example_runs():
     retained = []
-    exec(PYTHON[1], {"my_op": lambda stream: retained.append(arena.retain(object(), stream))})
+    exec(PYTHON[2], {"my_op": lambda stream: retained.append(arena.retain(object(), stream))})
     assert retained == [True]
 
 
+def test_the_install_example_runs():
+    pytest.importorskip("torch")
+    exec(PYTHON[1], {})
+    import arena.torch
+
+    assert arena.torch.installed()
+    arena.torch.uninstall()
+
+
 def test_every_python_example_is_run_here():
-    assert len(PYTHON) == 2
+    assert len(PYTHON) == 3
 
 
 def test_files_that_the_readme_names_exist():

@@ -31,7 +31,7 @@ def cuda(simulated):
 def graphs(monkeypatch):
     """torch's graphs.py over the stand-in, patched as install() patches the real one."""
     module = standin.graphs()
-    monkeypatch.setattr(arena.torch, "current_stream", lambda: (standin.current_stream().handle, EXTERNAL[0]))
+    monkeypatch.setattr(arena.torch, "current_stream", lambda device: (standin.current_stream().handle, EXTERNAL[0]))
     monkeypatch.setattr(torch._C, "_CUDAGraph", standin._CUDAGraph, raising=False)
     EXTERNAL[0] = False
     assert not arena.torch.installed()
