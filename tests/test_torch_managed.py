@@ -382,6 +382,79 @@ def test_segments_of_a_breakable_graph_die_in_any_order(managed):
     assert gone(alive)
 
 
+def test_a_breakable_graphs_owner_lives_with_the_segment_that_retained_it(installed):
+    """Each segment is a graph and a break is not capturing: nothing more is needed."""
+    breakable = pytest.importorskip("breakable_cuda_graphs")
+    x, between, out = (torch.zeros(1024, device="cuda") for _ in range(3))
+    x.fill_(3.0)
+    alive, eager = {}, []
+
+    def op(name, *, capturing=True):
+        owner = Owner()
+        alive[name] = weakref.ref(owner)
+        assert arena.retain(owner) is capturing
+
+    @breakable.no_graph
+    def a_break(source):
+        op("eager", capturing=False)
+        eager.append(alive["eager"]() is None)
+        between.copy_(source * 10)
+
+    graph = breakable.BreakableCUDAGraph()
+    with breakable.breakable_graph(graph):
+        op("first")
+        crosses = x * 2
+        arena.retain(crosses)  # a value that crosses a break is retained by the segment that produced it
+        alive["crosses"] = weakref.ref(crosses)
+        a_break(crosses)
+        del crosses
+        op("second")
+        between.add_(1)
+        a_break(between)
+        op("third")
+        out.copy_(between)
+    for number in range(1, 4):
+        x.fill_(number)
+        graph.replay()
+        torch.cuda.synchronize()
+        assert out[0].item() == (number * 20 + 1) * 10
+    assert all(eager)
+    segments = [each for each in graph._segments if isinstance(each, torch.cuda.CUDAGraph)]
+    assert len(segments) == 3
+    assert all(queued_behind(each) > 900 for each in segments)
+    for number, name in ((1, "second"), (0, "first"), (2, "third")):
+        assert alive[name]() is not None
+        segments[number].reset()
+        assert gone(alive[name])
+    assert alive["crosses"]() is None
+
+
+def test_cudagraph_trees_are_managed(installed):
+    """torch.compile(mode="reduce-overhead") captures with torch.cuda.CUDAGraph too."""
+    kept = []
+
+    @torch.library.custom_op("arena_test::noted", mutates_args=())
+    def noted(x: torch.Tensor) -> torch.Tensor:
+        owner = Owner()
+        if arena.retain(owner):
+            kept.append(weakref.ref(owner))
+        return x + 1
+
+    noted.register_fake(torch.empty_like)
+    compiled = torch.compile(lambda x: noted(x) * 2, mode="reduce-overhead")
+    x = torch.ones(1024, device="cuda")
+    for _ in range(5):
+        torch.compiler.cudagraph_mark_step_begin()
+        assert compiled(x)[0].item() == 4.0
+    assert kept
+    assert kept[-1]() is not None
+    del compiled
+    torch.compiler.reset()
+    gc.collect()
+    arena.reclaim(5)
+    assert until(lambda: all(each() is None for each in kept))
+
+
 @pytest.mark.parametrize("library", ["cupy", "cuda.bindings"])
 def test_captures_of_other_libraries_are_held_by_the_executable(installed, library):
     pytest.importorskip(library)
