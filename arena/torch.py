@@ -145,8 +145,15 @@ def enter(self: Any, original: Original) -> Any:
     return original(self)
 
 
+# What torch's replay() names where it does nothing but ask its tracker, if it has one, and call the C++ method (up to 2.13).
+SHIM = {"_tracker", "check_alive", "pool", "super", "replay"}
+
+
 def replaying(original: Original) -> Original:
-    """`replay`, the one method on the hot path: no call in between that is not needed."""
+    """`replay`, the one method on the hot path: no call that is not needed, torch's own shim included."""
+    names = set(getattr(getattr(original, "__code__", None), "co_names", ()))
+    launch = getattr(torch._C._CUDAGraph, "replay", original)
+    plain, tracked = bool(names) and names <= SHIM, "_tracker" in names
 
     @functools.wraps(original)
     def replay(self: Any) -> Any:
@@ -159,7 +166,7 @@ def replaying(original: Original) -> Original:
                 self.instantiate()
             external = held.note(*current_stream(held.device))
         if not external:
-            return original(self)
+            return launch(self) if plain and not (tracked and self._tracker is not None) else original(self)
         try:
             return original(self)
         finally:
