@@ -37,7 +37,7 @@ def main(source, target):
     axes[0].xaxis.set_major_formatter(matplotlib.ticker.ScalarFormatter())
     figure.legend(loc="center right", fontsize=8, frameon=False)
     figure.suptitle(f"90 owners a step, {grid['device']}, torch {grid['torch']}", fontsize=10)
-    figure.subplots_adjust(right=0.73, left=0.06, bottom=0.14, top=0.86, wspace=0.12)
+    figure.subplots_adjust(right=0.73, left=0.06, bottom=0.14, top=0.86, wspace=0.17)
     figure.savefig(target, dpi=130)
 
 
