@@ -257,7 +257,7 @@ def patch(graph_type: type, context_type: type | None) -> None:
         method = managed(name, getattr(graph_type, name, None))
         replace(graph_type, name, staticmethod(method) if name == "__new__" else method)
     if context_type is not None:
-        replace(context_type, "__enter__", managed("__enter__", context_type.__enter__))  # type: ignore[attr-defined]
+        replace(context_type, "__enter__", managed("__enter__", context_type.__enter__))  # type: ignore[attr-defined, unused-ignore]
 
 
 def replace(kind: type, name: str, value: Any) -> None:
@@ -284,7 +284,7 @@ def inherited(name: str, base: type) -> Original:
     return functools.wraps(own)(method) if own is not None else method
 
 
-class CUDAGraph(torch.cuda.CUDAGraph):  # type: ignore[misc]
+class CUDAGraph(torch.cuda.CUDAGraph):  # type: ignore[misc, unused-ignore]
     """`torch.cuda.CUDAGraph` with a clean executable and owners that outlive its last replay."""
 
     _arena_capture: _registry.ManagedCapture | None = None
@@ -295,8 +295,8 @@ for _name in methods_of(torch.cuda.CUDAGraph):
     setattr(CUDAGraph, _name, staticmethod(_method) if _name == "__new__" else _method)
 
 
-class graph(torch.cuda.graph):  # type: ignore[misc]
+class graph(torch.cuda.graph):  # type: ignore[misc, unused-ignore]
     """`torch.cuda.graph` that releases dead owners before torch empties its cache."""
 
 
-graph.__enter__ = inherited("__enter__", torch.cuda.graph)
+setattr(graph, "__enter__", inherited("__enter__", torch.cuda.graph))  # noqa: B010 - as above
