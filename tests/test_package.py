@@ -417,5 +417,6 @@ def test_ruff_is_content(sources):
 def test_cython_lint_is_content(sources):
     files = sorted((sources / "pyx").glob("*.p*")) + sorted((sources / "arena").glob("*.pxd"))
     assert len(files) > 5
-    ended = run(tool("cython-lint"), *files, cwd=sources)
+    beside = os.pathsep.join([str(Path(tool("cython-lint")).parent), os.environ.get("PATH", "")])  # it calls pycodestyle
+    ended = run(tool("cython-lint"), *files, cwd=sources, PATH=beside)
     assert ended.returncode == 0, ended.stdout + ended.stderr
