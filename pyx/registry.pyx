@@ -3,9 +3,9 @@
 
 It owns every owner list from the first `retain` of a capture until the last owner of the list was released. All of its
 state is guarded by the GIL, which is never given up between the driver's answer and the append that rests on it. The one
-function that runs without the GIL is the destructor, in owners.h. This file holds the way in (asking the driver,
-attaching, retaining); scopes.pxi holds `collect` and `suspend`, reclaim.pxi the way out (queue, thread, exit, fork),
-managed.pxi the captures whose begin and end we see.
+function that runs without the GIL is the destructor, in owners.h. This file holds the way in (retaining, attaching);
+asking.pxi holds what is asked of the driver, scopes.pxi `collect` and `suspend`, reclaim.pxi the way out (queue, thread,
+exit, fork), managed.pxi the captures whose begin and end we see, fences.pxi the wait for their replays.
 """
 
 cimport cython
@@ -33,76 +33,7 @@ cdef extern from "Python.h":
     PyObject *PyThreadState_GetDict()
     long PyLong_AsLong(object value)  # -1 with an error set; checked by find_handle
 
-cdef extern from *:
-    """
-    #if PY_VERSION_HEX < 0x030B0000
-    #include <longintrepr.h>
-    #endif
-
-    /* Most owners are of types that define no __cuda_owners__, and one type often comes many times in a row. A version tag
-     * names one state of one type and is never given out again, so it tells "like the last one" without a look-up. */
-    static unsigned int plain_version;
-    static inline int is_plain(PyObject *owner) {
-        PyTypeObject *kind = Py_TYPE(owner);
-    #if PY_VERSION_HEX < 0x030C0000
-        if (!(kind->tp_flags & Py_TPFLAGS_VALID_VERSION_TAG)) return 0; /* later versions zero the tag instead */
-    #endif
-        return kind->tp_version_tag == plain_version && plain_version;
-    }
-    /* The look-up; what it finds is noted for is_plain(). */
-    static int note_plain(PyObject *owner) {
-        static PyObject *name;
-        PyTypeObject *kind = Py_TYPE(owner);
-        if (!name && !(name = PyUnicode_InternFromString("__cuda_owners__"))) {
-            PyErr_Clear();
-            return 0; /* owners_of() looks it up too, and says that there is no memory */
-        }
-        if (_PyType_Lookup(kind, name)) return 0;
-    #if PY_VERSION_HEX < 0x030C0000
-        if (kind->tp_flags & Py_TPFLAGS_VALID_VERSION_TAG)
-    #endif
-            plain_version = kind->tp_version_tag;
-        return 1;
-    }
-
-    /* A handle is an int of up to two digits; what this does not take goes through the C API. */
-    static inline int short_handle(PyObject *value, void **handle) {
-        if (!PyLong_CheckExact(value)) return 0;
-    #if PY_VERSION_HEX >= 0x030C0000
-        uintptr_t tag = ((PyLongObject *)value)->long_value.lv_tag;
-        Py_ssize_t digits = (tag & 3) ? 0 : (Py_ssize_t)(tag >> 3); /* the low bits: 1 is zero, 2 is negative */
-        const digit *d = ((PyLongObject *)value)->long_value.ob_digit;
-    #else
-        Py_ssize_t digits = Py_SIZE(value);
-        const digit *d = ((PyLongObject *)value)->ob_digit;
-    #endif
-        if (digits != 2 && digits != 1) return 0;
-        *handle = (void *)(d[0] | (digits == 2 ? (uintptr_t)d[1] << PyLong_SHIFT : 0));
-        return 1;
-    }
-    /* Where a retain on this thread most likely belongs. A hint only: `capture` is looked up, and ids are never reused, so
-     * a stale one finds a sealed list or none. initial-exec: one instruction instead of a call, for 24 bytes of the static
-     * thread-local space that the C library keeps for libraries loaded late. */
-    static __thread struct { void *stream; uint64_t capture; CUdevice device; } managed_here
-        __attribute__((tls_model("initial-exec")));
-
-    static inline PyObject *new_bool(int value) {
-        return value < 0 ? NULL : Py_NewRef(value ? Py_True : Py_False);
-    }
-
-    #ifndef RTLD_NOLOAD
-    #define RTLD_NOLOAD 4
-    #endif
-    /* torch's stable C ABI, from a library that torch has already loaded. 0: there is none. */
-    static int find_torch(driver_table *table) {
-        if (!PyDict_GetItemString(PyImport_GetModuleDict(), "torch")) return 0;
-        void *library = dlopen("libtorch_cuda.so", RTLD_LAZY | RTLD_NOLOAD);
-        if (!library) return 0;
-        *(void **)&table->current_device = dlsym(library, "aoti_torch_get_current_device_index");
-        *(void **)&table->current_stream = dlsym(library, "aoti_torch_get_current_cuda_stream");
-        return table->current_device && table->current_stream;
-    }
-    """
+cdef extern from "shortcuts.h":
     ctypedef struct here:
         void *stream
         uint64_t capture
@@ -112,7 +43,6 @@ cdef extern from *:
     PyObject *new_bool(int value) except NULL
     int is_plain(object owner)
     int note_plain(object owner)
-    int find_torch(driver_table *table)
 
 
 debug_level = ARENA_DEBUG  # that this was built with: 0, 1 or 2
@@ -351,135 +281,6 @@ cdef int use_driver(const void *table) except -1:
     return 0
 
 
-# ---- asking the driver ----
-
-cdef int need_driver() except -1:
-    if driver_ready():
-        return 0
-    if state == FORKED:
-        raise DriverError("this is a forked process where CUDA is not initialised (and cannot be if its parent used it)")
-    raise DriverError(why.decode())
-
-
-cdef int driver_ready() except -1:
-    """1: `driver` may be called. 0: nothing can be capturing in this process."""
-    global state
-    cdef int code
-    cdef CUdevice device
-    # Asked about its parent's stream, the driver tells a child "capturing"; but this call it refuses with "not initialised"
-    # for ever in a child of a process that used CUDA, and in any other until CUDA is initialised there.
-    if state == FORKED and driver.cuCtxGetDevice(&device) != CUDA_ERROR_NOT_INITIALIZED:
-        state = READY
-    if state == UNASKED:
-        code = driver_fill(&driver, why, sizeof(why))
-        state = READY if code == DRIVER_READY else ABSENT if code == DRIVER_ABSENT else UNUSABLE
-    if state == UNUSABLE:
-        # Something may well be capturing: False would be a lie that frees memory too early.
-        raise DriverError(why.decode())
-    return state == READY
-
-
-cdef inline int ask(void *stream, uint64_t *capture, CUgraph *graph) except -1:
-    """1 with the capture's id and graph, or 0: not capturing."""
-    cdef CUstreamCaptureStatus status = CU_STREAM_CAPTURE_STATUS_NONE
-    cdef CUresult code
-    if state != READY and not driver_ready():
-        return 0
-    code = driver.cuStreamGetCaptureInfo(<CUstream>stream, &status, capture, graph, NULL, NULL)
-    if code == CUDA_SUCCESS:
-        if status == CU_STREAM_CAPTURE_STATUS_NONE:
-            return 0
-        if status == CU_STREAM_CAPTURE_STATUS_ACTIVE:
-            return 1
-    return no_capture(stream, code)
-
-
-cdef int no_capture(void *stream, CUresult code) except -1:
-    if code == CUDA_SUCCESS:
-        raise CaptureError(f"the capture on stream {<intptr_t>stream:#x} was invalidated: it takes no owners")
-    # No context, CUDA not initialised or already shut down, no device, or the legacy stream beside somebody's capture.
-    if code in (
-        CUDA_ERROR_INVALID_CONTEXT, CUDA_ERROR_NOT_INITIALIZED, CUDA_ERROR_DEINITIALIZED, CUDA_ERROR_NO_DEVICE,
-        CUDA_ERROR_STREAM_CAPTURE_IMPLICIT,
-    ):
-        return 0
-    check(code, "cuStreamGetCaptureInfo", stream)
-
-
-cdef int check(CUresult code, str call, void *stream=NULL) except -1:
-    """Turns a status into a DriverError that names the call, the code and the stream."""
-    cdef const char *name = NULL
-    if code == CUDA_SUCCESS:
-        return 0
-    driver.cuGetErrorName(code, &name)
-    where = f" on stream {<intptr_t>stream:#x}" if stream != NULL else ""
-    raise DriverError(f"{call} failed{where}: {code} ({name.decode() if name != NULL else 'unknown error'})")
-
-
-cdef int find_stream(object stream, void **handle) except -1:
-    """1 with the handle; 0 if no stream was given and none is current."""
-    if PyLong_CheckExact(stream):
-        return find_handle(stream, handle)
-    if stream is None:
-        return find_current_stream(handle)
-    return find_handle(handle_in(stream), handle)
-
-
-cdef inline int find_handle(object value, void **handle) except -1:
-    cdef long number = PyLong_AsLong(value)
-    if number < 0:  # or -1 with an error: no pointer of user space has its top bit set
-        return bad_handle(value)
-    handle[0] = <void *>number
-    return 1
-
-
-cdef int bad_handle(object value) except -1:
-    PyErr_Clear()
-    raise ValueError(f"{value!r} is not a stream handle")
-
-
-cdef object handle_in(object stream):
-    """The handle that a stream object carries, as a number."""
-    cdef type kind = type(stream)
-    if _PyType_Lookup(kind, "cuda_stream") != NULL:  # torch's
-        return stream.cuda_stream
-    if _PyType_Lookup(kind, "__cuda_stream__") != NULL:
-        return stream.__cuda_stream__()[1]
-    raise TypeError(f"a stream is an int handle, a torch.cuda.Stream or has __cuda_stream__; got {kind.__name__}")
-
-
-cdef int find_current_stream(void **handle) except -1:
-    """torch's current stream, from C: no Python call, and CUDA is never initialised by it."""
-    cdef CUdevice device
-    cdef CUresult code
-    if state != READY and not driver_ready():
-        return 0
-    # On the stream of its own managed capture a thread need not ask for its device. (Where it made another device the
-    # current one meanwhile, this still says the capture's: at worst an owner lives as long as that graph.)
-    if managed_open and managed_here.capture and driver.current_stream != NULL:
-        if driver.current_stream(managed_here.device, handle) == 0 and handle[0] == managed_here.stream:
-            return 1
-    code = driver.cuCtxGetDevice(&device)
-    if code != CUDA_SUCCESS and code != CUDA_ERROR_INVALID_CONTEXT:
-        return 0
-    if driver.current_stream == NULL and not find_torch(&driver):
-        return 0
-    # A thread may have entered a capturing stream and not have a context yet: torch makes it current at the first launch.
-    if code == CUDA_ERROR_INVALID_CONTEXT and driver.current_device(<int32_t *>&device) != 0:
-        return 0
-    return driver.current_stream(device, handle) == 0
-
-
-cdef inline bint relax(CUstreamCaptureMode *mode) noexcept:
-    """This thread's calls break nobody's capture from here to `restore`. False: refused, and nothing to restore."""
-    mode[0] = CU_STREAM_CAPTURE_MODE_RELAXED
-    return driver.cuThreadExchangeStreamCaptureMode(mode) == CUDA_SUCCESS
-
-
-cdef inline void restore(CUstreamCaptureMode *mode) noexcept:
-    driver.cuThreadExchangeStreamCaptureMode(mode)
-
-
 # ---- attaching and appending ----
 
 cdef inline int keep_if_capturing(object owner, void *stream) except -1:
@@ -688,6 +489,8 @@ cdef int retain_all(tuple owners, void *stream) except -1:
     return 1
 
 
+include "asking.pxi"
 include "scopes.pxi"
 include "reclaim.pxi"
+include "fences.pxi"
 include "managed.pxi"
