@@ -27,7 +27,13 @@ def measure(benchmark):
     return run
 
 
+@pytest.hookimpl(wrapper=True, tryfirst=True)
 def pytest_terminal_summary(terminalreporter, config):
+    yield  # pytest-benchmark's own tables come first
+    tell(terminalreporter, config)
+
+
+def tell(terminalreporter, config):
     session = getattr(config, "_benchmarksession", None)
     rows = [each for each in session.benchmarks if each.stats.rounds] if session else []
     facts = FACTS.get(config, [])

@@ -451,6 +451,7 @@ def test_an_interrupt_ends_reclaim_and_loses_nothing(face):
 graph = captured(cuda.Stream(), Owner("dead"))
 hold = Hold()
 graph.destroy()
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs begin with it ignored
 threading.Timer(0.1, os.kill, (os.getpid(), signal.SIGINT)).start()
 start = time.monotonic()
 try:
@@ -474,6 +475,7 @@ def test_an_interrupt_that_nobody_catches_ends_the_process(face):
 graph = captured(cuda.Stream(), Owner("dead"))
 hold = Hold()
 graph.destroy()
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs begin with it ignored
 threading.Timer(0.05, os.kill, (os.getpid(), signal.SIGINT)).start()
 arena.reclaim(8)
 """,
