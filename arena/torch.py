@@ -82,11 +82,15 @@ def hold(self: Any, held: _registry.ManagedCapture) -> None:
             template = self.raw_cuda_graph()
         except RuntimeError:
             template = 0
+    hold_by(held, template)
+    held.lazy = bool(template) and not getattr(self, "_has_graph_exec", False)
+
+
+def hold_by(held: _registry.ManagedCapture, template: int) -> None:
     try:
         held.hold(template)
     except Exception:
         log.warning("the template does not hold the owners: clones and executables made by hand do not either", exc_info=True)
-    held.lazy = bool(template) and not getattr(self, "_has_graph_exec", False)
 
 
 def instantiate(self: Any, original: Original) -> None:
@@ -100,7 +104,7 @@ def instantiate(self: Any, original: Original) -> None:
         original(self)
     finally:
         if template:
-            held.hold(template)
+            hold_by(held, template)
     held.lazy = False
 
 
@@ -164,7 +168,7 @@ def replaying(original: Original) -> Original:
         if external is None:
             if held.lazy:
                 self.instantiate()
-            external = held.note(*current_stream(held.device))
+            external = note(self, held)
         if not external:
             return launch(self) if plain and not (tracked and self._tracker is not None) else original(self)
         try:
@@ -173,6 +177,20 @@ def replaying(original: Original) -> Original:
             held.launched()
 
     return replay
+
+
+_unfenced: list[_registry.ManagedCapture] = []  # whose replays could not be noted: nobody can say when they may let go
+
+
+def note(self: Any, held: _registry.ManagedCapture) -> int:
+    """A replay on a stream that is new to the graph. If it cannot be noted it happens all the same, and the owners stay."""
+    try:
+        return held.note(*current_stream(held.device))
+    except Exception:
+        log.warning("a replay could not be noted: the owners of its graph are never released", exc_info=True)
+        _unfenced.append(held)
+        self._arena_capture = None
+        return 0
 
 
 def current_stream(device: int) -> tuple[int, bool]:

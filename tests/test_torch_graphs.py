@@ -389,3 +389,43 @@ def test_install_is_idempotent_and_reversible():
     assert {name: vars(torch.cuda.CUDAGraph).get(name) for name in before} == before
     assert issubclass(arena.torch.CUDAGraph, torch.cuda.CUDAGraph)
     assert issubclass(arena.torch.graph, torch.cuda.graph)
+
+
+def test_a_replay_that_cannot_be_noted_happens_and_its_owners_stay(cuda, graphs, monkeypatch):
+    def fails(device):
+        raise MemoryError("no room")
+
+    alive = weakref.ref(owner := Owner())
+    stream = cuda.Stream()
+    graph = captured(graphs, stream, owner)
+    del owner
+    monkeypatch.setattr(arena.torch, "current_stream", fails)
+    monkeypatch.setattr(arena.torch, "_unfenced", [])
+    gate = cuda.Event()
+    with standin.current(stream):
+        graph.gate = gate
+        graph.replay()
+    assert not stream.query()
+    graph.reset()
+    assert stays(lambda: alive() is not None)
+    gate.set()
+    stream.synchronize()
+    assert stays(lambda: alive() is not None, 0.02)
+    arena.torch._unfenced.pop().drop()  # what nobody else does
+    assert gone(alive)
+
+
+def test_a_template_that_refuses_the_owners_does_not_fail_the_replay(cuda, graphs):
+    alive = weakref.ref(owner := Owner())
+    stream = cuda.Stream()
+    graph = captured(graphs, stream, owner, keep=True)
+    del owner
+    cuda.fail("cuGraphRetainUserObject")
+    with standin.current(stream):
+        graph.replay()
+    stream.synchronize()
+    assert graph.executable.owners == 0
+    assert graph.template.owners == 0
+    assert alive() is not None
+    graph.reset()
+    assert gone(alive)
