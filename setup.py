@@ -53,6 +53,7 @@ setup(
     ext_modules=cythonize(
         [
             extension("_registry", "pyx/registry.pyx"),
+            extension("_workspace", "pyx/workspace.pyx"),
             extension("_simulator", "pyx/simulator.pyx", *sorted(glob("pyx/simulator*.c"))),
         ],
         # Generated C stays out of the sources: pyx/simulator.pyx and the hand-written pyx/simulator.c share a stem.

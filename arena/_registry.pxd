@@ -1,6 +1,8 @@
 # The C surface for Cython modules that `cimport` the registry. All of it is called with the GIL held, and pointers are
 # opaque: a stream is a CUstream. Nothing here initialises CUDA.
 
+from libc.stdint cimport uint64_t
+
 # Registers one owner with the graph that `stream` is capturing. 1: retained; 0: the stream is not capturing.
 # Raises CaptureError, DriverError, MemoryError; then nothing was retained.
 cdef int retain_on(object owner, void *stream) except -1
@@ -12,3 +14,6 @@ cdef int retain_opaque(void *thing, void (*release)(void *) noexcept nogil, void
 # The function table (driver_table of driver.h) to ask instead of the installed driver; NULL: the installed one again.
 # Refused with RuntimeError while owners are alive.
 cdef int use_driver(const void *table) except -1
+
+# The capture that torch's current stream takes part in: 1 with the stream and the capture's id, 0 if there is none.
+cdef int current_capture(void **stream, uint64_t *capture) except -1

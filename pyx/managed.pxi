@@ -6,6 +6,7 @@ from libc.stdlib cimport free, realloc
 
 cdef int managed_open = 0   # managed captures between begin and seal
 cdef unsigned int epoch = 0  # of driver and process: what was made in another has nothing to say to this one
+begin_hooks = []             # called with nothing when a managed capture has begun on the current stream
 
 
 cdef inline owner_list *open_here(void *stream) noexcept:
@@ -263,7 +264,18 @@ def begin(stream=None):
     managed_here.stream = handle
     managed_here.capture = capture
     managed_here.device = managed.device
+    for hook in begin_hooks:
+        try:
+            hook()
+        except Exception as error:  # the capture is the caller's, and it has begun
+            report_hook(hook, error)
     return managed
+
+
+cdef int report_hook(object hook, object error) except -1:
+    import logging
+    logging.getLogger("arena").warning("%r failed at the begin of a managed capture", hook, exc_info=error)
+    return 0
 
 
 cdef void close_list(owner_list *owners) noexcept:

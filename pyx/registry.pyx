@@ -211,6 +211,18 @@ def stats():
     return now
 
 
+def capture_open():
+    """Whether torch's current stream takes part in a capture, a broken one included; False where nobody can say."""
+    cdef uint64_t capture
+    cdef void *stream
+    try:
+        return current_capture(&stream, &capture) == 1
+    except CaptureError:
+        return True
+    except DriverError:
+        return False
+
+
 def driver_version():
     """The installed driver's CUDA version as the driver gives it (13000 for 13.0).
 
@@ -262,6 +274,18 @@ cdef int retain_opaque(void *thing, void (*release)(void *) noexcept nogil, void
     owner_list_append(owners, thing, release)
     retained += 1
     return 1
+
+
+cdef int current_capture(void **stream, uint64_t *capture) except -1:
+    cdef CUgraph graph
+    cdef owner_list *owners
+    if not find_current_stream(stream):
+        return 0
+    owners = open_here(stream[0])
+    if owners != NULL:
+        capture[0] = owners.capture
+        return 1
+    return ask(stream[0], capture, &graph)
 
 
 cdef int use_driver(const void *table) except -1:
