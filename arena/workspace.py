@@ -48,7 +48,6 @@ _MB = 1024**2
 # All of these are looked up at each call: callers and their tests replace them.
 _manager: WorkspaceManager | None = None
 _workspace_lane: ContextVar[int] = ContextVar("arena_workspace_lane", default=0)
-_workspace_ubatch_id: ContextVar[int | None] = ContextVar("arena_workspace_ubatch_id", default=None)
 _preallocated_workspace: ContextVar[torch.Tensor | None] = ContextVar("arena_preallocated_workspace", default=None)
 dbo_current_ubatch_id: Callable[[], int] = _workspace.dbo_current_ubatch_id
 
@@ -119,7 +118,7 @@ class Growing:
         lane = _workspace_lane.get()
         if lane >= self._num_lanes:
             raise RuntimeError(f"Workspace lane {lane} is not configured; manager has {self._num_lanes} lane(s).")
-        ubatch = _workspace_ubatch_id.get()
+        ubatch = _workspace.workspace_ubatch_id.get()
         return (dbo_current_ubatch_id() if ubatch is None else ubatch) * self._num_lanes + lane
 
     def get_persistent_resource(self, key: Hashable, factory: Callable[[], T]) -> T:
@@ -200,7 +199,11 @@ class Growing:
         del workspace
         self._current_workspaces[place] = None
         if not _registry.capture_open():  # to give memory back would break the capture
-            torch.accelerator.empty_cache()
+            try:
+                torch.accelerator.empty_cache()  # looked up each time: capture code replaces it
+            except RuntimeError:
+                if torch.accelerator.is_available():
+                    raise
         with self._alloc_context():
             grown = torch.empty((required_bytes,), dtype=torch.uint8, device=self._device)
         self._current_workspaces[place] = grown
@@ -280,11 +283,11 @@ def use_workspace_ubatch_id(ubatch: int) -> Iterator[None]:
     """
     if ubatch < 0:
         raise ValueError(f"Workspace ubatch id must be non-negative, got {ubatch}.")
-    token = _workspace_ubatch_id.set(ubatch)
+    token = _workspace.workspace_ubatch_id.set(ubatch)
     try:
         yield
     finally:
-        _workspace_ubatch_id.reset(token)
+        _workspace.workspace_ubatch_id.reset(token)
 
 
 @contextmanager

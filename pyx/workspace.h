@@ -5,6 +5,7 @@
 #ifndef ARENA_WORKSPACE_H
 #define ARENA_WORKSPACE_H
 
+#include <Python.h>
 #include <dlfcn.h>
 #include <stdbool.h>
 #include <stdint.h>
@@ -17,13 +18,15 @@
 
 /* ---- the thread's modes ---- */
 
-enum { MODE_GRAD = 1, MODE_INFERENCE = 2 }; /* bits of the first byte of c10::AutogradState; checked by modes_are() */
+enum { MODE_GRAD = 1, MODE_INFERENCE = 2 }; /* low bits of the byte of c10::AutogradState that holds its flags */
 
 static const unsigned char *(*autograd_state)(void); /* NULL: not found, or not laid out as expected */
+static size_t autograd_flags;                        /* where in it: first, or behind an std::optional<SafePyObject> */
 static int64_t (*dispatch_modes)(void);              /* NULL: not found */
 
 static inline int modes_known(void) { return autograd_state != NULL; }
-static inline unsigned modes_now(void) { return *autograd_state() & (MODE_GRAD | MODE_INFERENCE); }
+static inline unsigned modes_now(void) { return autograd_state()[autograd_flags] & (MODE_GRAD | MODE_INFERENCE); }
+static inline void modes_at(size_t offset) { autograd_flags = offset; }
 static inline void modes_forget(void) { autograd_state = NULL; }
 
 /* ---- tensors, by torch's stable C ABI ---- */
@@ -93,8 +96,9 @@ typedef struct request {
     uint64_t hash;
     size_t count;     /* words */
     size_t views;     /* tensors */
-    void *tensors;    /* a tuple of them */
-    view_mark *marks; /* one for each where the tensors themselves are handed out; else NULL */
+    void *tensors;    /* a tuple of them; NULL: the request came once */
+    view_mark *marks; /* one for each, where they are checked at each hit; else NULL */
+    bool shared;      /* the tensors themselves are handed out */
     int64_t words[];
 } request;
 
@@ -115,7 +119,22 @@ static inline int marks_hold(const request *known) {
     return 1;
 }
 
-static inline void request_free(request *known) { /* but for `tensors`, which is Python's */
+static void request_free(request *known);
+static request *request_new(uint64_t hash, const int64_t *words, size_t count, size_t views, int marked) {
+    request *known = (request *)calloc(1, sizeof *known + count * sizeof *words);
+    if (!known) return NULL;
+    known->hash = hash;
+    known->count = count;
+    known->views = views;
+    memcpy(known->words, words, count * sizeof *words);
+    if (marked && !(known->marks = (view_mark *)calloc(views ? views : 1, sizeof(view_mark)))) {
+        free(known);
+        return NULL;
+    }
+    return known;
+}
+
+static void request_free(request *known) { /* but for `tensors`, which is Python's */
     if (known->marks)
         for (size_t i = 0; i < known->views; i++)
             if (known->marks[i].handle) tensor.free(known->marks[i].handle);
@@ -131,5 +150,81 @@ static inline request **request_place(request **table, uint64_t hash, const int6
     while (table[i] && !request_is(table[i], hash, words, count)) i = (i + 1) % REQUEST_PLACES;
     return &table[i];
 }
+
+/* ---- one persistent tensor ---- */
+
+enum { KEPT_DIMS = 8 };
+
+typedef struct kept_tensor {
+    PyObject *tensor; /* a strong reference */
+    PyObject *dtype;  /* borrowed: dtypes are for ever */
+    view_mark mark;
+    int64_t dim;
+    int64_t shape[KEPT_DIMS];
+} kept_tensor;
+
+static int kept_set(kept_tensor *kept, tensor_handle handle, PyObject *object, PyObject *dtype, PyObject *shape) {
+    if (view_mark_set(&kept->mark, handle)) return tensor.free(handle), -1;
+    kept->tensor = Py_NewRef(object);
+    kept->dtype = dtype;
+    kept->dim = PyTuple_GET_SIZE(shape);
+    for (int64_t i = 0; i < kept->dim; i++) kept->shape[i] = PyLong_AsLongLong(PyTuple_GET_ITEM(shape, i));
+    return 0;
+}
+
+/* Whether it has that shape (a tuple of ints) and dtype, as it had them when it was kept. */
+static inline int kept_is(const kept_tensor *kept, PyObject *shape, PyObject *dtype) {
+    if (dtype != kept->dtype || !PyTuple_Check(shape) || PyTuple_GET_SIZE(shape) != kept->dim) return 0;
+    for (int64_t i = 0; i < kept->dim; i++) {
+        PyObject *size = PyTuple_GET_ITEM(shape, i);
+        if (!PyLong_CheckExact(size) || PyLong_AsLongLong(size) != kept->shape[i]) return PyErr_Clear(), 0;
+    }
+    return view_mark_holds(&kept->mark, kept->shape, kept->dim);
+}
+
+static void kept_drop(kept_tensor *kept) {
+    tensor.free(kept->mark.handle);
+    Py_DECREF(kept->tensor);
+}
+
+/* ---- Python ---- */
+
+/* In the place of the method that Cython made, which packs its arguments in a tuple. */
+static int replace_method(PyTypeObject *kind, PyMethodDef *method) {
+    PyObject *descriptor = PyDescr_NewMethod(kind, method);
+    int failed = !descriptor || PyDict_SetItemString(kind->tp_dict, method->ml_name, descriptor);
+    Py_XDECREF(descriptor);
+    PyType_Modified(kind);
+    return failed ? -1 : 0;
+}
+
+/* A dict's version changes with its contents, and is never given out again: what was looked up once need not be looked up
+ * while it stays. 0: this Python has none. */
+static inline uint64_t dict_version(PyObject *names) {
+#if PY_VERSION_HEX < 0x030C0000
+    return ((PyDictObject *)names)->ma_version_tag;
+#elif PY_VERSION_HEX < 0x030E0000
+    _Py_COMP_DIAG_PUSH _Py_COMP_DIAG_IGNORE_DEPR_DECLS
+    uint64_t version = ((PyDictObject *)names)->ma_version_tag;
+    _Py_COMP_DIAG_POP
+    return version;
+#else
+    return (void)names, 0;
+#endif
+}
+
+/* The method that was replaced, with the arguments as they came. */
+static PyObject *call_method(PyObject *method, PyObject *self, PyObject *const *args, size_t count, PyObject *names) {
+    size_t all = count + (names ? (size_t)PyTuple_GET_SIZE(names) : 0);
+    PyObject **with_self = (PyObject **)PyMem_Malloc((all + 1) * sizeof *with_self);
+    if (!with_self) return PyErr_NoMemory();
+    with_self[0] = self;
+    if (all) memcpy(with_self + 1, args, all * sizeof *args);
+    PyObject *result = PyObject_Vectorcall(method, with_self, count + 1, names);
+    PyMem_Free(with_self);
+    return result;
+}
+
+static inline PyObject *const *tuple_items(PyObject *tuple) { return &PyTuple_GET_ITEM(tuple, 0); }
 
 #endif

@@ -9,13 +9,14 @@ or view. Any thread may call, with the GIL; growth gives the GIL up and is one a
 
 cimport cython
 from cpython.dict cimport PyDict_GetItem
+from cpython.pycapsule cimport PyCapsule_GetPointer
 from cpython.list cimport PyList_New
-from cpython.long cimport PyLong_CheckExact, PyLong_FromVoidPtr
+from cpython.long cimport PyLong_CheckExact
 from cpython.object cimport PyObject
 from cpython.ref cimport Py_DECREF, Py_INCREF, Py_REFCNT
 from cpython.tuple cimport PyTuple_CheckExact
 from libc.stdint cimport int64_t, uint64_t
-from libc.stdlib cimport calloc, free, malloc
+from libc.stdlib cimport calloc, free, realloc
 
 from arena._registry cimport current_capture, retain_on
 
@@ -47,9 +48,36 @@ cdef extern from "Python.h":
     int64_t PyLong_AsLongLong(object value) except? -1
     int PyContextVar_Get(object var, PyObject *instead, PyObject **value) except -1
     int PyContextVar_CheckExact(object value)
+    PyObject *PyDict_GetItemWithError(object source, object key) except? NULL
+    Py_ssize_t PyLong_AsSsize_t(object value) except? -1
+    object PyTuple_New(Py_ssize_t count)
+    void PyTuple_SET_ITEM(object target, Py_ssize_t index, object value)  # steals
+    void Py_XDECREF(PyObject *value)
+    ctypedef PyObject *(*PyCFunction)(PyObject *, PyObject *) except NULL
+    ctypedef struct PyTypeObject:
+        pass
+    ctypedef struct PyMethodDef:
+        const char *ml_name
+        PyCFunction ml_meth
+        int ml_flags
+        const char *ml_doc
+    int METH_FASTCALL, METH_KEYWORDS
     unsigned long PyThread_get_thread_ident()
 
 cdef extern from "workspace.h":
+    int ARENA_DEBUG
+    int replace_method(PyTypeObject *kind, PyMethodDef *method) except -1
+    PyObject *const *tuple_items(object source)
+    PyObject *call_method(object method, PyObject *self, PyObject *const *args, size_t count, PyObject *names) except NULL
+    int KEPT_DIMS
+    uint64_t dict_version(object names)
+    ctypedef struct kept_tensor:
+        PyObject *tensor
+    int kept_set(kept_tensor *kept, void *handle, object tensor, object dtype, object shape)
+    bint kept_is(const kept_tensor *kept, PyObject *shape, PyObject *dtype)
+    void kept_drop(kept_tensor *kept)
+    bint overflows_times "__builtin_mul_overflow"(int64_t, int64_t, int64_t *)
+    bint overflows_plus "__builtin_add_overflow"(int64_t, int64_t, int64_t *)
     int REQUEST_WORDS, REQUEST_PLACES, REQUEST_ROOM
     int MODE_GRAD, MODE_INFERENCE
     ctypedef struct view_mark:
@@ -60,21 +88,24 @@ cdef extern from "workspace.h":
         size_t views
         void *tensors
         view_mark *marks
-        int64_t words[1]
+        bint shared
     bint modes_known()
     unsigned int modes_now()
+    void modes_at(size_t offset)
     void modes_forget()
     int64_t (*dispatch_modes)()
     int find_torch_symbols()
     int view_mark_set(view_mark *mark, void *handle)
     bint marks_hold(const request *known)
     uint64_t words_hash(const int64_t *words, size_t count)
+    request *request_new(uint64_t hash, const int64_t *words, size_t count, size_t views, bint marked)
     void request_free(request *known)
     request **request_place(request **table, uint64_t hash, const int64_t *words, size_t count)
 
 log = logging.getLogger("arena")
 
 cdef object detach = torch._C.TensorBase.detach
+cdef object as_strided = torch._C.TensorBase.as_strided
 cdef object exact_tensor = torch.Tensor
 cdef object grad_mode = torch.is_grad_enabled
 cdef object inference_mode = torch.is_inference_mode_enabled
@@ -82,29 +113,32 @@ cdef object dispatch_depth = torch._C._len_torch_dispatch_stack
 cdef object tensor_handle = torch._C._aoti.unsafe_alloc_void_ptr_from_tensor if hasattr(torch._C, "_aoti") else None
 cdef bint markable = find_torch_symbols() and tensor_handle is not None
 
-ALIGNMENT = 256
+cdef object dtype_type = torch.dtype
+
 cdef enum:
     ALIGN = 256
-cdef int64_t LARGEST = 2**63 - 1 - ALIGN
-
-CAN_REUSE = markable
 
 
-cdef void check_modes():
-    """The byte that modes_now() reads means what we think, or Python is asked from now on."""
-    if not modes_known():
-        return
+cdef bint modes_are_read():
+    """Whether modes_now() follows the modes, as Python sets them."""
     with torch.inference_mode(False), torch.enable_grad():
         right = modes_now() == MODE_GRAD
     with torch.inference_mode(False), torch.no_grad():
         right = right and modes_now() == 0
     with torch.inference_mode():
-        right = right and modes_now() & MODE_INFERENCE
-    if not right:
-        modes_forget()
+        return right and modes_now() == MODE_INFERENCE
 
 
-check_modes()
+cdef void find_modes():
+    for offset in (0, 24):
+        if modes_known():
+            modes_at(offset)
+            if modes_are_read():
+                return
+    modes_forget()  # Python is asked
+
+
+find_modes()
 
 
 cdef inline unsigned int modes():
@@ -153,23 +187,25 @@ cdef class Block:
             self.turn = (self.turn + 1) % 8
         return 0
 
-    cdef object view(self, object dtype, unsigned int modes, const int64_t *shape, int64_t dim, int64_t offset):
+    cdef object view(self, object dtype, unsigned int modes, tuple shape, int64_t offset):
         """A contiguous view, `offset` bytes into the block."""
-        cdef int64_t i, stride = 1
+        cdef Py_ssize_t i
+        cdef int64_t stride = 1
+        cdef object each
         cdef tuple base = self.typed.get((dtype, modes))
+        cdef tuple strides
         if base is None:
             size = dtype.itemsize
             whole = self.base if self.nbytes % size == 0 else self.base[: self.nbytes // size * size]
             typed = whole.view(dtype)
-            base = (typed, typed.storage_offset(), size)
-            self.typed[(dtype, modes)] = base
-        sizes = [None] * dim
-        strides = [None] * dim
-        for i in range(dim - 1, -1, -1):
-            sizes[i] = shape[i]
-            strides[i] = stride
-            stride *= shape[i] if shape[i] else 1
-        return base[0].as_strided(sizes, strides, base[1] + offset // <int64_t>base[2])
+            base = self.typed[(dtype, modes)] = (typed, typed.storage_offset(), size)
+        strides = PyTuple_New(len(shape))
+        for i in range(len(shape) - 1, -1, -1):
+            each = stride
+            Py_INCREF(each)
+            PyTuple_SET_ITEM(strides, i, each)
+            stride *= <int64_t>shape[i] or 1
+        return as_strided(base[0], shape, strides, <int64_t>base[1] + offset // <int64_t>base[2])
 
 
 @cython.final
@@ -179,6 +215,8 @@ cdef class Slot:
     cdef Block block            # None while the slot is empty
     cdef request **table        # of REQUEST_PLACES, or NULL
     cdef size_t known           # requests in it
+    cdef kept_tensor *tensors   # persistent tensors that were asked for, or NULL
+    cdef size_t kept            # how many
     cdef readonly list retired  # (StorageWeakRef, weakref of the Block, bytes, site) of former blocks that may still live
     cdef readonly object high   # the largest request: (bytes, ((shape, dtype), ...), site), or None
 
@@ -188,6 +226,10 @@ cdef class Slot:
     def __dealloc__(self):
         self.forget()
         free(self.table)
+        while self.kept:
+            self.kept -= 1
+            kept_drop(&self.tensors[self.kept])
+        free(self.tensors)
 
     @property
     def current(self):
@@ -206,6 +248,39 @@ cdef class Slot:
             if known != NULL:
                 drop(known)
 
+    cdef PyObject *persistent(self, PyObject *found, PyObject *shape, PyObject *dtype) noexcept:
+        """`found`, if it is a tensor that was seen here with that shape and dtype and has not changed; else NULL."""
+        cdef size_t i
+        for i in range(self.kept):
+            if self.tensors[i].tensor == found:
+                return found if kept_is(&self.tensors[i], shape, dtype) else NULL
+        return NULL
+
+    cdef int keep(self, object found, object shape, object dtype) except -1:
+        """Next time it is found sooner. Nothing is kept where there is no memory for it."""
+        cdef kept_tensor *tensors
+        cdef kept_tensor *each
+        if not markable or type(found) is not exact_tensor or type(shape) is not tuple or len(shape) > KEPT_DIMS:
+            return 0
+        if not all_ints(shape) or self.persistent_known(found):
+            return 0
+        tensors = <kept_tensor *>realloc(self.tensors, (self.kept + 1) * sizeof(kept_tensor))
+        if tensors == NULL:
+            return 0
+        self.tensors = tensors
+        each = &tensors[self.kept]
+        if kept_set(each, PyCapsule_GetPointer(tensor_handle(found), NULL), found, dtype, shape):
+            return 0
+        self.kept += 1
+        return 0
+
+    cdef bint persistent_known(self, object found) noexcept:
+        cdef size_t i
+        for i in range(self.kept):
+            if self.tensors[i].tensor == <PyObject *>found:
+                return True
+        return False
+
     cdef int take(self, object base) except -1:
         """`base` (a tensor or None) is the slot's memory from now on."""
         cdef Block before = self.block
@@ -219,50 +294,55 @@ cdef class Slot:
             self.block = Block(base)
         return 0
 
-    cdef int remember(self, uint64_t hash, const int64_t *words, size_t count, list tensors, bint reuse) except -1:
+    cdef list remember(self, const int64_t *words, size_t count, list views, bint reuse):
+        """Keeps what answers that request; returns what to hand out. Views that are handed out new each time are kept from
+        the second time on: many requests never come again. Without memory nothing is kept."""
+        cdef uint64_t hash = words_hash(words, count)
         cdef request *known
         cdef request **place
-        cdef size_t i
+        cdef tuple kept
         if self.table == NULL:
             self.table = <request **>calloc(REQUEST_PLACES, sizeof(request *))
             if self.table == NULL:
-                return 0  # served all the same
-        if self.known == REQUEST_ROOM:
-            self.forget()
-        known = <request *>calloc(1, sizeof(request) + count * sizeof(int64_t))
-        if known == NULL:
-            return 0
-        known.hash = hash
-        known.count = count
-        known.views = len(tensors)
-        for i in range(count):
-            known.words[i] = words[i]
-        if reuse and known.views:
-            known.marks = <view_mark *>calloc(known.views, sizeof(view_mark))
-            if known.marks == NULL:
-                request_free(known)
-                return 0
-            for i in range(known.views):
-                if view_mark_set(&known.marks[i], <void *><size_t>tensor_handle(tensors[i])):
-                    request_free(known)
-                    return 0
-        kept = tuple(tensors)
-        Py_INCREF(kept)
-        known.tensors = <void *>kept
+                return views
         place = request_place(self.table, hash, words, count)
+        if place[0] == NULL and self.known == REQUEST_ROOM:
+            self.forget()
+            place = request_place(self.table, hash, words, count)
+        known = request_new(hash, words, count, len(views), reuse or ARENA_DEBUG)
+        if known == NULL:
+            return views
+        if place[0] != NULL or reuse:
+            kept = tuple(views)
+            if known.marks != NULL and not mark(known, kept):
+                request_free(known)
+                return views
+            Py_INCREF(kept)
+            known.tensors = <void *>kept
+            known.shared = reuse
+            if not reuse:
+                views = fresh(kept)
         if place[0] != NULL:
             known, place[0] = place[0], known
             drop(known)
         else:
             place[0] = known
             self.known += 1
-        return 0
+        return views
+
+
+cdef bint mark(request *known, tuple views):
+    cdef size_t i
+    for i in range(known.views):
+        if view_mark_set(&known.marks[i], PyCapsule_GetPointer(tensor_handle(views[i]), NULL)):
+            return False
+    return True
 
 
 cdef void drop(request *known):
-    tensors = <object>known.tensors
+    cdef PyObject *tensors = <PyObject *>known.tensors
     request_free(known)
-    Py_DECREF(tensors)
+    Py_XDECREF(tensors)
 
 
 cdef class Slots(list):
@@ -294,12 +374,14 @@ cdef class Slots(list):
 
 cdef object ubatch_name = "dbo_current_ubatch_id"
 cdef object lane_name = "_workspace_lane"
-cdef object override_name = "_workspace_ubatch_id"
 cdef object threads_name = "_THREAD_ID_TO_CONTEXT"
 cdef object ubatching_name = "vllm.v1.worker.ubatching"
-cdef dict modules = sys.modules
+cdef dict loaded = sys.modules
 cdef dict ubatching = None        # that module's names, once it is loaded
 cdef object ubatching_asks = None  # its function, if it does what we do in its place
+cdef Py_ssize_t looked = 0         # modules that were loaded when we looked last
+workspace_ubatch_id = ContextVar("arena_workspace_ubatch_id", default=None)  # wins over what the thread works on
+cdef object override = workspace_ubatch_id
 
 
 def dbo_current_ubatch_id():
@@ -314,9 +396,13 @@ cdef object own_ubatch = dbo_current_ubatch_id
 
 cdef bint find_ubatching() except -1:
     """vLLM's module, if somebody imported it: it is never imported from here."""
-    global ubatching, ubatching_asks
-    cdef PyObject *module = PyDict_GetItem(modules, ubatching_name)
+    global ubatching, ubatching_asks, looked
+    cdef PyObject *module
+    if PyDict_GET_SIZE(loaded) == looked:
+        return False
+    module = PyDict_GetItem(loaded, ubatching_name)
     if module == NULL:
+        looked = PyDict_GET_SIZE(loaded)
         return False
     names = vars(<object>module)
     function = names.get(ubatch_name)
@@ -331,7 +417,7 @@ cdef bint find_ubatching() except -1:
 
 cdef Py_ssize_t ubatch_of_thread() except -1:
     """What vLLM's own function does: no thread has an ubatch, or this one must."""
-    cdef PyObject *found = PyDict_GetItem(ubatching, threads_name)
+    cdef PyObject *found = PyDict_GetItemWithError(ubatching, threads_name)
     if found == NULL or PyDict_GET_SIZE(<object>found) == 0:
         return 0
     return (<dict>found)[PyThread_get_thread_ident()]
@@ -348,7 +434,10 @@ cdef class Requests:
 
     cdef Slots blocks
     cdef list resources
-    cdef dict names
+    cdef dict names                 # the globals of `namespace`
+    cdef uint64_t looked            # their version when the next two were looked up; 0: look
+    cdef PyObject *lane_now         # what _workspace_lane is; theirs
+    cdef PyObject *ubatch_now       # what dbo_current_ubatch_id is; theirs
     cdef public Py_ssize_t _num_lanes
     cdef public bint reuse_views
     cdef public bint strict
@@ -399,21 +488,17 @@ cdef class Requests:
             ValueError: A size is negative, or the request is larger than an address space.
             torch.OutOfMemoryError: There is no memory to grow; the slot is what it was.
         """
-        return self.serve(shapes_and_dtypes)
+        return self.first(shapes_and_dtypes)  # but see serve_call()
 
     def try_get_simultaneous(self, *shapes_and_dtypes):
         """As `get_simultaneous`, but None where the workspace is locked and the slot too small. Nothing changes then."""
-        cdef int64_t[128] words
-        cdef Py_ssize_t count
-        if self._locked:
-            specs = normal(shapes_and_dtypes)
-            if total_bytes(specs) > self.available_bytes():
-                return None
-        return self.serve(shapes_and_dtypes)
+        if self._locked and bytes_needed(shapes_and_dtypes) > self.available_bytes():
+            return None
+        return self.get_simultaneous(*shapes_and_dtypes)
 
     def available_bytes(self):
         """The size of the current slot. Nothing is allocated."""
-        cdef Slot slot = self.slot_here()
+        cdef Slot slot = <Slot>self.blocks.slots[self.slot_index()]
         return slot.block.nbytes if slot.block is not None else 0
 
     def get_persistent_resource(self, key, factory):
@@ -422,13 +507,8 @@ cdef class Requests:
         Raises:
             AssertionError: There is none, and the workspace is locked.
         """
-        cdef dict resources = self.resources[self.slot_index()]
-        cdef PyObject *found = PyDict_GetItem(resources, key)
-        if found == NULL:
-            hash(key)  # PyDict_GetItem is silent about a key that cannot be one
-            resource = super().get_persistent_resource(key, factory)
-        else:
-            resource = <object>found
+        cdef PyObject *found = PyDict_GetItemWithError(self.resources_here(self.slot_index()), key)
+        resource = <object>found if found != NULL else super().get_persistent_resource(key, factory)
         if self.asks:
             self.cover_resource(resource)
         return resource
@@ -440,127 +520,113 @@ cdef class Requests:
             ValueError: It exists with another shape or dtype.
             AssertionError: There is none, and the workspace is locked.
         """
-        return super().get_persistent(key, shape, dtype, zero_init=zero_init)
+        found = super().get_persistent(key, shape, dtype, zero_init=zero_init)
+        (<Slot>self.blocks.slots[self.slot_index()]).keep(found, shape, dtype)
+        return found
 
-    cdef Slot slot_here(self):
-        cdef Py_ssize_t index = self.slot_index()
-        return <Slot>self.blocks.slots[index]
+    cdef inline dict resources_here(self, Py_ssize_t index):
+        return <dict>PyList_GET_ITEM(self.resources, index)
 
     cdef Py_ssize_t slot_index(self) except -1:
-        cdef PyObject *found
-        cdef PyObject *value = NULL
-        cdef Py_ssize_t lane, ubatch = -1, index
-        if not self.own_ids:
-            index = self._get_workspace_id()
-        else:
-            lane = read_context(<object>self.name(lane_name))
+        cdef Py_ssize_t lane, ubatch, index
+        if self.own_ids:
+            if self.looked == 0 or self.looked != dict_version(self.names):
+                self.look()
+            lane = context_int(self.lane_now)
             if lane >= self._num_lanes:
                 raise RuntimeError(
                     f"Workspace lane {lane} is not configured; manager has {self._num_lanes} lane(s).")
-            found = PyDict_GetItem(self.names, override_name)
-            if found != NULL:
-                ubatch = read_context(<object>found)
-            if ubatch < 0:
-                found = self.name(ubatch_name)
-                if <object>found is own_ubatch and (ubatching is not None or not find_ubatching()):
-                    ubatch = 0 if ubatching is None else (
-                        ubatch_of_thread() if ubatching_asks is not None else ubatching[ubatch_name]())
-                elif ubatching_asks is not None and <object>found is ubatching_asks:
-                    ubatch = ubatch_of_thread()
-                else:
-                    if ubatching is None:
-                        find_ubatching()
-                    ubatch = PyObject_CallNoArgs(<object>found)
-            index = ubatch * self._num_lanes + lane
+            ubatch = context_int(<PyObject *>override)
+            index = (ubatch if ubatch >= 0 else self.ubatch()) * self._num_lanes + lane
+        else:
+            index = self._get_workspace_id()
         if not 0 <= index < PyList_GET_SIZE(self.blocks.slots):
             raise IndexError(f"workspace slot {index}: the manager has {len(self.blocks.slots)}")
         return index
 
+    cdef inline Py_ssize_t ubatch(self) except -1:
+        """What the function says that the module has now; without a call if it is vLLM's own, or ours."""
+        if self.ubatch_now == <PyObject *>own_ubatch:
+            if ubatching is None and not find_ubatching():
+                return 0
+            if ubatching_asks is not None:
+                return ubatch_of_thread()
+        elif ubatching_asks is not None and self.ubatch_now == <PyObject *>ubatching_asks:
+            return ubatch_of_thread()
+        elif ubatching is None:
+            find_ubatching()
+        return PyObject_CallNoArgs(<object>self.ubatch_now)
+
+    cdef int look(self) except -1:
+        self.lane_now = self.name(lane_name)
+        self.ubatch_now = self.name(ubatch_name)
+        self.looked = dict_version(self.names)
+        return 0
+
     cdef PyObject *name(self, object name) except NULL:
-        cdef PyObject *found = PyDict_GetItem(self.names, name)
+        cdef PyObject *found = PyDict_GetItemWithError(self.names, name)
         if found == NULL:
             raise NameError(f"{name} is gone from {self.names.get('__name__')}")
         return found
 
-    cdef list serve(self, tuple specs):
+    cdef list serve(self, PyObject *const *specs, Py_ssize_t given):
+        """A request that was seen before on the slot's block; None: it was not."""
         cdef int64_t[128] words
-        cdef int64_t *key = words
-        cdef Py_ssize_t count = flatten(specs, words, REQUEST_WORDS)
+        cdef Py_ssize_t count = flatten(specs, given, words)
         cdef Slot slot
         cdef request *known
-        cdef uint64_t hash
         cdef list served
-        if count > 0:
-            slot = self.slot_here()
-            if slot.known and not dispatching():
-                words[0] = modes()
-                hash = words_hash(words, count)
-                known = request_place(slot.table, hash, words, count)[0]
-                if known != NULL:
-                    if known.marks == NULL:
-                        served = fresh(<object>known.tensors)
-                    elif marks_hold(known):
-                        served = same(<object>known.tensors)
-                    else:
-                        return self.first(specs)
-                    if self.asks:
-                        self.cover(slot)
-                    if self.watch is not None:
-                        self.watch(self, slot, specs, served)
-                    return served
-        return self.first(specs)
+        if count < 0:
+            return None
+        slot = <Slot>PyList_GET_ITEM(self.blocks.slots, self.slot_index())
+        if slot.known == 0 or dispatching():
+            return None
+        words[0] = modes()
+        known = request_place(slot.table, words_hash(words, count), words, count)[0]
+        if known == NULL or known.tensors == NULL:
+            return None
+        if known.marks != NULL and not marks_hold(known):  # somebody changed the tensor that we had given out
+            if not known.shared:
+                raise AssertionError("broken invariant: a view that nobody was given has changed")
+            return None
+        served = same(<tuple>known.tensors) if known.shared else fresh(<tuple>known.tensors)
+        if self.asks:
+            self.cover(slot)
+        return served
 
-    cdef list first(self, tuple specs):
+    cdef list first(self, tuple given):
         """A request that no kept view answers."""
-        cdef int64_t *words
-        cdef Py_ssize_t count, i, room
+        cdef int64_t[128] words
+        cdef Py_ssize_t count
         cdef int64_t total, offset = 0
-        cdef Slot slot
-        cdef Block block
+        cdef Slot slot = <Slot>self.blocks.slots[self.slot_index()]
+        cdef Block block = slot.block
+        cdef list served
+        cdef list offsets
         cdef unsigned int now = modes()
+        # What is made under somebody's mode (FakeTensorMode) stays in no slot and in no table.
         cdef bint keep = not dispatching()
-        cdef list served = [], kept = []
-        cdef bint reuse
-        specs = normal(specs)
-        total = total_bytes(specs)
-        room = 1
-        for shape, _ in specs:
-            room += 2 + len(shape)
-        words = <int64_t *>malloc(room * sizeof(int64_t))
-        if words == NULL:
-            raise MemoryError(f"no memory to note a request of {len(specs)} tensors")
-        try:
-            count = flatten(specs, words, room)
-            words[0] = now
-            slot = self.slot_here()
-            block = slot.block
-            if total > (block.nbytes if block is not None else 0):
-                block = None
-                if not keep:  # a block made under somebody's mode must not stay in the slot
-                    if self._locked:
-                        self._ensure_workspace_size(total)
-                    block = Block(torch.empty((total,), dtype=torch.uint8, device=self._device))
-                else:
-                    block = self.grow(slot, total, specs)
-            elif block is None:  # nothing but empty tensors, and no block yet
-                return [torch.empty(shape, dtype=dtype, device=self._device) for shape, dtype in specs]
-            keep = keep and count <= REQUEST_WORDS and type(block.base) is exact_tensor
-            # Where gradients are recorded, a view that was handed out may have a history.
-            reuse = self.reuse_views and markable and not now & MODE_GRAD
-            i = 1
-            for shape, dtype in specs:
-                view = block.view(dtype, now, &words[i + 2], words[i + 1], offset)
-                keep = keep and type(view) is exact_tensor
-                kept.append(view)
-                offset += aligned(bytes_of(shape, dtype))
-                i += 2 + words[i + 1]
-            if keep and slot.block is block:
-                served = kept[:] if reuse else fresh(tuple(kept))
-                slot.remember(words_hash(words, count), words, count, kept, reuse)
+        # Where gradients are recorded, a view that was handed out may have a history.
+        cdef bint reuse = self.reuse_views and markable and not now & MODE_GRAD
+        cdef tuple specs = normal(given)
+        offsets = place(specs)
+        total = offsets.pop()
+        if total > (block.nbytes if block is not None else 0):
+            block = None  # or growing could not free it
+            if keep:
+                block = self.grow(slot, total, specs)
+            elif self._locked:
+                block = Block(self._ensure_workspace_size(total))
             else:
-                served = kept
-        finally:
-            free(words)
+                block = Block(torch.empty((total,), dtype=torch.uint8, device=self._device))
+        elif block is None:  # nothing but empty tensors, and no block yet
+            return [torch.empty(shape, dtype=dtype, device=self._device) for shape, dtype in specs]
+        served = [block.view(dtype, now, shape, offset) for (shape, dtype), offset in zip(specs, offsets, strict=True)]
+        if keep and slot.block is block and all_exact(served):
+            count = flatten_normal(specs, words)
+            if count > 0:
+                words[0] = now
+                served = slot.remember(words, count, served, reuse)
         if self.asks:
             self.cover(slot)
         if self.watch is not None:
@@ -675,6 +741,78 @@ cdef class Requests:
         return 0
 
 
+# get_simultaneous() as the interpreter calls it: without a tuple of the arguments where the request was seen before.
+
+cdef PyObject *serve_call(PyObject *self, PyObject *const *args, Py_ssize_t count) except NULL:
+    cdef Requests manager = <Requests>self
+    served = manager.serve(args, count) if manager.watch is None else None
+    if served is None:
+        served = manager.first(tuple([<object>args[i] for i in range(count)]))
+    Py_INCREF(served)
+    return <PyObject *>served
+
+
+# The same for the other two: keywords, and what was not asked for before, go to the methods above.
+
+cdef PyObject *resource_call(PyObject *self, PyObject *const *args, Py_ssize_t count, PyObject *names) except NULL:
+    cdef Requests manager = <Requests>self
+    cdef PyObject *found = NULL
+    if count == 2 and names == NULL:
+        found = PyDict_GetItemWithError(manager.resources_here(manager.slot_index()), <object>args[0])
+    if found == NULL:
+        return call_method(resource_slow, self, args, count, names)
+    Py_INCREF(<object>found)
+    if manager.asks:
+        manager.cover_resource(<object>found)
+    return found
+
+
+cdef PyObject *persistent_call(PyObject *self, PyObject *const *args, Py_ssize_t count, PyObject *names) except NULL:
+    cdef Requests manager = <Requests>self
+    cdef PyObject *found = NULL
+    cdef Py_ssize_t index
+    if count == 3 and (names == NULL or PyTuple_GET_SIZE(<object>names) == 1):
+        index = manager.slot_index()
+        found = PyDict_GetItemWithError(manager.resources_here(index), (torch_tensor, <object>args[0]))
+        if found != NULL:
+            found = (<Slot>PyList_GET_ITEM(manager.blocks.slots, index)).persistent(found, args[1], args[2])
+    if found == NULL:
+        return call_method(persistent_slow, self, args, count, names)
+    Py_INCREF(<object>found)
+    if manager.asks:
+        manager.cover_resource(<object>found)
+    return found
+
+
+cdef object resource_slow = Requests.get_persistent_resource
+cdef object persistent_slow = Requests.get_persistent
+cdef object torch_tensor = torch.Tensor
+cdef bytes resource_doc = b"get_persistent_resource(self, key, factory)\n--\n\n" + resource_slow.__doc__.encode()
+cdef bytes persistent_doc = (
+    b"get_persistent(self, key, shape, dtype, *, zero_init=False)\n--\n\n" + persistent_slow.__doc__.encode())
+cdef PyMethodDef resource_method
+resource_method.ml_name = "get_persistent_resource"
+resource_method.ml_meth = <PyCFunction><void *>resource_call
+resource_method.ml_flags = METH_FASTCALL | METH_KEYWORDS
+resource_method.ml_doc = resource_doc
+cdef PyMethodDef persistent_method
+persistent_method.ml_name = "get_persistent"
+persistent_method.ml_meth = <PyCFunction><void *>persistent_call
+persistent_method.ml_flags = METH_FASTCALL | METH_KEYWORDS
+persistent_method.ml_doc = persistent_doc
+replace_method(<PyTypeObject *>Requests, &resource_method)
+replace_method(<PyTypeObject *>Requests, &persistent_method)
+
+
+cdef bytes serve_doc = b"get_simultaneous(self, *shapes_and_dtypes)\n--\n\n" + Requests.get_simultaneous.__doc__.encode()
+cdef PyMethodDef serve_method
+serve_method.ml_name = "get_simultaneous"
+serve_method.ml_meth = <PyCFunction><void *>serve_call
+serve_method.ml_flags = METH_FASTCALL
+serve_method.ml_doc = serve_doc
+replace_method(<PyTypeObject *>Requests, &serve_method)
+
+
 managers = weakref.WeakSet()
 KNOWN_IDS = []  # the `_get_workspace_id` functions that slot_index() stands for
 
@@ -690,23 +828,21 @@ def retain_current():
 
 # ---- what a request asks for ----
 
-cdef Py_ssize_t flatten(tuple specs, int64_t *words, Py_ssize_t room) except -2:
-    """The request as words, from words[1]; how many in all. -1: not plain (see `normal`) or too long."""
+cdef Py_ssize_t flatten(PyObject *const *specs, Py_ssize_t given, int64_t *words) except -2:
+    """The request as words, from words[1]; how many in all. -1: not plain (see `normal`), or too long."""
     cdef Py_ssize_t count = 1, i, j, dim
-    cdef PyObject *spec
     cdef PyObject *shape
     cdef PyObject *size
-    for i in range(PyTuple_GET_SIZE(specs)):
-        spec = PyTuple_GET_ITEM(specs, i)
-        if not PyTuple_CheckExact(<object>spec) or PyTuple_GET_SIZE(<object>spec) != 2:
+    for i in range(given):
+        if not PyTuple_CheckExact(<object>specs[i]) or PyTuple_GET_SIZE(<object>specs[i]) != 2:
             return -1
-        shape = PyTuple_GET_ITEM(<object>spec, 0)
+        shape = PyTuple_GET_ITEM(<object>specs[i], 0)
         if not PyTuple_Check(<object>shape):
             return -1
         dim = PyTuple_GET_SIZE(<object>shape)
-        if count + 2 + dim > room:
+        if count + 2 + dim > REQUEST_WORDS:
             return -1
-        words[count] = <int64_t>PyTuple_GET_ITEM(<object>spec, 1)
+        words[count] = <int64_t>PyTuple_GET_ITEM(<object>specs[i], 1)
         words[count + 1] = dim
         count += 2
         for j in range(dim):
@@ -718,48 +854,87 @@ cdef Py_ssize_t flatten(tuple specs, int64_t *words, Py_ssize_t room) except -2:
     return count
 
 
+cdef Py_ssize_t flatten_normal(tuple specs, int64_t *words) except -2:
+    return flatten(tuple_items(specs), PyTuple_GET_SIZE(specs), words)
+
+
 cdef tuple normal(tuple specs):
-    """The same with exact tuples and ints, checked."""
-    found = []
+    """The same request with exact tuples and ints, checked."""
+    cdef list found = []
     for spec in specs:
         try:
             shape, dtype = spec
-            shape = tuple([as_index(size) for size in shape])
+            if type(shape) is not tuple or not all_ints(shape):
+                shape = tuple([as_index(size) for size in shape])
         except (TypeError, ValueError):
             raise TypeError(f"a workspace request is made of (shape, dtype) pairs, not {spec!r}") from None
-        if not isinstance(dtype, torch.dtype):
+        if type(dtype) is not dtype_type:
             raise TypeError(f"a workspace request is made of (shape, dtype) pairs; {dtype!r} is not a torch.dtype")
-        for size in shape:
-            if size < 0:
-                raise ValueError(f"a workspace request has the negative size {size} in the shape {shape}")
-        if bytes_of(shape, dtype) > LARGEST or max(shape, default=0) > LARGEST:
-            raise ValueError(f"a workspace request of shape {shape} and {dtype} needs {bytes_of(shape, dtype)} bytes: more than "
-                             f"an address space holds")
         found.append((shape, dtype))
     return tuple(found)
 
 
-cdef object bytes_of(tuple shape, object dtype):
-    count = 1
-    for size in shape:
-        count *= size
-    return count * dtype.itemsize
+cdef bint all_ints(tuple values):
+    for value in values:
+        if not PyLong_CheckExact(value):
+            return False
+    return True
+
+
+cdef bint all_exact(list tensors):
+    for each in tensors:
+        if type(each) is not exact_tensor:
+            return False
+    return True
+
+
+cdef list place(tuple specs):
+    """Where each tensor of a normal request begins, in bytes; and, last, what they take in all."""
+    cdef int64_t nbytes, total = 0
+    cdef list offsets = []
+    for shape, dtype in specs:
+        offsets.append(total)
+        nbytes = dtype_size(dtype)
+        try:
+            for size in shape:
+                if size < 0:
+                    raise ValueError(f"a workspace request has the negative size {size} in the shape {shape}")
+                nbytes = times(nbytes, size)
+            total = plus(total, plus(nbytes, ALIGN - 1) // ALIGN * ALIGN)
+        except OverflowError:
+            raise ValueError(
+                f"a workspace request of shape {shape} and {dtype} needs more bytes than an address space holds") from None
+    offsets.append(total)
+    return offsets
+
+
+cdef inline int64_t times(int64_t a, int64_t b) except? -1:
+    cdef int64_t product
+    if overflows_times(a, b, &product):
+        raise OverflowError
+    return product
+
+
+cdef inline int64_t plus(int64_t a, int64_t b) except? -1:
+    cdef int64_t sum
+    if overflows_plus(a, b, &sum):
+        raise OverflowError
+    return sum
+
+
+cdef dict dtype_sizes = {}
+
+cdef inline int64_t dtype_size(object dtype) except -1:
+    cdef PyObject *known = PyDict_GetItemWithError(dtype_sizes, dtype)
+    if known == NULL:
+        dtype_sizes[dtype] = dtype.itemsize
+        return dtype.itemsize
+    return <object>known
 
 
 def bytes_needed(specs):
     """What a request of these (shape, dtype) pairs takes of a slot."""
-    return total_bytes(normal(tuple(specs)))
-
-
-cdef object aligned(object nbytes):
-    return (nbytes + (ALIGN - 1)) // ALIGN * ALIGN
-
-
-cdef object total_bytes(tuple specs):
-    total = sum([aligned(bytes_of(shape, dtype)) for shape, dtype in specs])
-    if total > LARGEST:
-        raise ValueError(f"a workspace request needs {total} bytes: more than an address space holds")
-    return total
+    return place(normal(tuple(specs)))[-1]
 
 
 # ---- handing out ----
@@ -776,21 +951,27 @@ cdef list fresh(tuple tensors):
 
 
 cdef list same(tuple tensors):
-    return list(tensors)
+    cdef Py_ssize_t i, count = PyTuple_GET_SIZE(tensors)
+    cdef list served = PyList_New(count)
+    for i in range(count):
+        Py_INCREF(<object>PyTuple_GET_ITEM(tensors, i))
+        PyList_SET_ITEM(served, i, <object>PyTuple_GET_ITEM(tensors, i))
+    return served
 
 
-cdef inline Py_ssize_t read_context(object var) except? -2:
-    """An int that a ContextVar holds; -1 for None."""
+cdef inline Py_ssize_t context_int(PyObject *var) except? -2:
+    """The int that a ContextVar holds; -1 for None."""
     cdef PyObject *value = NULL
-    if PyContextVar_CheckExact(var):
-        PyContextVar_Get(var, NULL, &value)
-        if value == NULL:
-            raise LookupError(f"{var!r} has no value and no default")
-        found = <object>value
-        Py_DECREF(found)  # the reference that PyContextVar_Get gave us
-    else:
-        found = var.get()
-    return -1 if found is None else found
+    cdef Py_ssize_t number
+    if not PyContextVar_CheckExact(<object>var):  # replaced by something like it
+        got = (<object>var).get()
+        return -1 if got is None else got
+    PyContextVar_Get(<object>var, NULL, &value)
+    if value == NULL:
+        raise LookupError(f"{<object>var!r} has no value and no default")
+    number = -1 if value == <PyObject *>None else PyLong_AsSsize_t(<object>value)
+    Py_DECREF(<object>value)
+    return number
 
 
 cdef str call_site():
