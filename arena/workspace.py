@@ -57,13 +57,55 @@ def asked_for(variable: str, choice: bool | None) -> bool:
     return choice if choice is not None else os.environ.get(variable, "0") not in ("", "0")
 
 
-class Growing:
+class Reserving:
+    """Worst cases, declared before anything is captured."""
+
+    _num_lanes: int
+    _num_ubatches: int
+    _locked: bool
+    _current_workspaces: list[torch.Tensor | None]
+    get_simultaneous: Callable[..., list[torch.Tensor]]
+    _workspace_size_bytes: Callable[[torch.Tensor | None], int]
+
+    def reserve_all(self, *shapes_and_dtypes: Spec) -> None:
+        """Every slot gets room for this request, and for the largest slot there is.
+
+        Raises:
+            AssertionError: The workspace is locked and a slot is too small; nothing was changed.
+        """
+        sizes = [self._workspace_size_bytes(each) for each in self._current_workspaces]
+        largest = max(sizes, default=0)
+        self._reserve([max(_workspace.bytes_needed(shapes_and_dtypes), largest)] * len(sizes), "reserve_all")
+
+    def reserve_by_lane(self) -> None:
+        """Every ubatch's slot of a lane gets the size of the lane's largest; lanes stay independent.
+
+        Raises:
+            AssertionError: The workspace is locked and a slot is too small; nothing was changed.
+        """
+        sizes = [self._workspace_size_bytes(each) for each in self._current_workspaces]
+        lanes = [max(sizes[lane :: self._num_lanes], default=0) for lane in range(self._num_lanes)]
+        self._reserve(lanes * self._num_ubatches, "reserve_by_lane")
+
+    def _reserve(self, sizes: list[int], operation: str) -> None:
+        small = [
+            place
+            for place, workspace in enumerate(self._current_workspaces)
+            if self._workspace_size_bytes(workspace) < sizes[place]
+        ]
+        if self._locked and small:
+            raise AssertionError(f"Workspace is locked but {operation} requires larger capacity in slot(s) {small}.")
+        for place in small:
+            ubatch, lane = divmod(place, self._num_lanes)
+            with use_workspace_ubatch_id(ubatch), use_workspace_lane(lane):
+                self.get_simultaneous(((sizes[place],), torch.uint8))
+
+
+class Growing(Reserving):
     """What is rare: growth, locking, resources made for the first time. `_workspace.Requests` stands in front of it."""
 
     _device: torch.device
-    _num_lanes: int
-    _locked: bool
-    _current_workspaces: list[torch.Tensor | None]
+    _get_workspace_id: Callable[[], int]
     _persistent_resources: list[dict[Hashable, object]]
     reuse_views: bool
     strict: bool
@@ -113,14 +155,6 @@ class Growing:
             sizes = [self._workspace_size_bytes(each) / _MB for each in self._current_workspaces if each is not None]
             logger.info("[WORKSPACE DEBUG] Workspace %s. Current sizes: %s", what, sizes)
 
-    def _get_workspace_id(self) -> int:
-        """The current slot's place; `_workspace.Requests` does the same without a call."""
-        lane = _workspace_lane.get()
-        if lane >= self._num_lanes:
-            raise RuntimeError(f"Workspace lane {lane} is not configured; manager has {self._num_lanes} lane(s).")
-        ubatch = _workspace.workspace_ubatch_id.get()
-        return (dbo_current_ubatch_id() if ubatch is None else ubatch) * self._num_lanes + lane
-
     def get_persistent_resource(self, key: Hashable, factory: Callable[[], T]) -> T:
         resources: dict[Hashable, Any] = self._persistent_resources[self._get_workspace_id()]
         if key not in resources:
@@ -136,51 +170,13 @@ class Growing:
         self, key: Hashable, shape: tuple[int, ...], dtype: torch.dtype, *, zero_init: bool = False
     ) -> torch.Tensor:
         make = torch.zeros if zero_init else torch.empty
-        workspace = self.get_persistent_resource(
-            (torch.Tensor, key), lambda: make(shape, dtype=dtype, device=self._device)
-        )
+        workspace = self.get_persistent_resource((torch.Tensor, key), lambda: make(shape, dtype=dtype, device=self._device))
         if workspace.shape != shape or workspace.dtype != dtype:
             raise ValueError(
                 f"Persistent workspace {key!r} has shape={workspace.shape}, dtype={workspace.dtype}; "
                 f"requested shape={shape}, dtype={dtype}."
             )
         return workspace
-
-    def reserve_all(self, *shapes_and_dtypes: Spec) -> None:
-        """Every slot gets room for this request, and for the largest slot there is.
-
-        Raises:
-            AssertionError: The workspace is locked and a slot is too small; nothing was changed.
-        """
-        sizes = [self._workspace_size_bytes(each) for each in self._current_workspaces]
-        largest = max(sizes, default=0)
-        self._reserve([max(_workspace.bytes_needed(shapes_and_dtypes), largest)] * len(sizes), "reserve_all")
-
-    def reserve_by_lane(self) -> None:
-        """Every ubatch's slot of a lane gets the size of the lane's largest; lanes stay independent.
-
-        Raises:
-            AssertionError: The workspace is locked and a slot is too small; nothing was changed.
-        """
-        sizes = [self._workspace_size_bytes(each) for each in self._current_workspaces]
-        lanes = [max(sizes[lane :: self._num_lanes], default=0) for lane in range(self._num_lanes)]
-        self._reserve(lanes * self._num_ubatches, "reserve_by_lane")
-
-    def _reserve(self, sizes: list[int], operation: str) -> None:
-        small = [
-            place
-            for place, workspace in enumerate(self._current_workspaces)
-            if self._workspace_size_bytes(workspace) < sizes[place]
-        ]
-        if self._locked and small:
-            raise AssertionError(f"Workspace is locked but {operation} requires larger capacity in slot(s) {small}.")
-        for place in small:
-            ubatch, lane = divmod(place, self._num_lanes)
-            with use_workspace_ubatch_id(ubatch), use_workspace_lane(lane):
-                self.get_simultaneous(((sizes[place],), torch.uint8))
-
-    def get_simultaneous(self, *shapes_and_dtypes: Spec) -> list[torch.Tensor]:
-        raise NotImplementedError
 
     def _ensure_workspace_size(self, required_bytes: int) -> torch.Tensor:
         """The current slot's block, replaced by a larger one where it is too small."""
@@ -236,9 +232,7 @@ class WorkspaceManager(_workspace.Requests, Growing):
     """
 
     namespace = globals()
-
-
-_workspace.KNOWN_IDS.append(Growing._get_workspace_id)
+    own_ids = True
 
 
 def debugging() -> bool:
@@ -338,8 +332,7 @@ def current_workspace_manager() -> WorkspaceManager:
         AssertionError: There is none yet.
     """
     assert _manager is not None, (
-        "WorkspaceManager not initialized. Call init_workspace_manager() "
-        "with a device before using workspace functions."
+        "WorkspaceManager not initialized. Call init_workspace_manager() with a device before using workspace functions."
     )
     return _manager
 
@@ -360,9 +353,7 @@ def init_workspace_manager(
         logger.warning(
             "WorkspaceManager already initialized on device %s, reinitializing on device %s", _manager._device, device
         )
-    _manager = WorkspaceManager(
-        device, num_ubatches, num_lanes, alloc_context, reuse_views=reuse_views, strict=strict
-    )
+    _manager = WorkspaceManager(device, num_ubatches, num_lanes, alloc_context, reuse_views=reuse_views, strict=strict)
 
 
 def lock_workspace() -> None:

@@ -386,10 +386,10 @@ cdef object override = workspace_ubatch_id
 
 def dbo_current_ubatch_id():
     """The ubatch that the calling thread works on: vLLM's, where its ubatching is loaded; else 0."""
-    cdef Py_ssize_t ubatch
     if ubatching is None and not find_ubatching():
         return 0
     return ubatch_of_thread() if ubatching_asks is not None else ubatching[ubatch_name]()
+
 
 cdef object own_ubatch = dbo_current_ubatch_id
 
@@ -429,7 +429,8 @@ cdef class Requests:
     """The request path, in front of the class that grows the slots.
 
     A concrete manager is `class WorkspaceManager(Requests, X)`. X has vLLM's `__init__`, `_ensure_workspace_size`,
-    `get_persistent_resource` and the rest; `namespace` names the module whose globals callers may patch.
+    `get_persistent_resource` and the rest; `namespace` is the globals of the module that callers patch; `own_ids` says that
+    X finds a slot as 0.33 does, by `_workspace_lane` and `dbo_current_ubatch_id` in there.
     """
 
     cdef Slots blocks
@@ -444,7 +445,7 @@ cdef class Requests:
     cdef public object watch        # None, or what is told of each request: see arena.overlaps
     cdef object growing             # one growth at a time
     cdef bint asks                  # the driver can say what is capturing
-    cdef bint own_ids               # _get_workspace_id is the one that slot_index() stands for
+    cdef bint own_ids               # the class behind has no other way to find the slot than slot_index()
     cdef uint64_t walked            # the capture that `held` is of
     cdef set held                   # addresses of storages of persistent resources that it retained
     cdef object __weakref__
@@ -453,7 +454,7 @@ cdef class Requests:
         self.growing = threading.RLock()
         self.names = type(self).namespace
         self.asks = True
-        self.own_ids = getattr(type(self), "_get_workspace_id", None) in KNOWN_IDS
+        self.own_ids = type(self).own_ids
         managers.add(self)
         if retain_current not in _registry.begin_hooks:
             _registry.begin_hooks.append(retain_current)
@@ -501,6 +502,10 @@ cdef class Requests:
         cdef Slot slot = <Slot>self.blocks.slots[self.slot_index()]
         return slot.block.nbytes if slot.block is not None else 0
 
+    def _get_workspace_id(self):
+        """The current slot's place in the list of slots."""
+        return self.slot_index()
+
     def get_persistent_resource(self, key, factory):
         """The resource that is kept for `key` in the current slot; `factory()` makes it the first time.
 
@@ -537,14 +542,14 @@ cdef class Requests:
                 raise RuntimeError(
                     f"Workspace lane {lane} is not configured; manager has {self._num_lanes} lane(s).")
             ubatch = context_int(<PyObject *>override)
-            index = (ubatch if ubatch >= 0 else self.ubatch()) * self._num_lanes + lane
+            index = (ubatch if ubatch >= 0 else self.ubatch_here()) * self._num_lanes + lane
         else:
-            index = self._get_workspace_id()
+            index = super()._get_workspace_id()
         if not 0 <= index < PyList_GET_SIZE(self.blocks.slots):
             raise IndexError(f"workspace slot {index}: the manager has {len(self.blocks.slots)}")
         return index
 
-    cdef inline Py_ssize_t ubatch(self) except -1:
+    cdef inline Py_ssize_t ubatch_here(self) except -1:
         """What the function says that the module has now; without a call if it is vLLM's own, or ours."""
         if self.ubatch_now == <PyObject *>own_ubatch:
             if ubatching is None and not find_ubatching():
@@ -814,7 +819,6 @@ replace_method(<PyTypeObject *>Requests, &serve_method)
 
 
 managers = weakref.WeakSet()
-KNOWN_IDS = []  # the `_get_workspace_id` functions that slot_index() stands for
 
 
 def retain_current():
