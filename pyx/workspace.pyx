@@ -45,7 +45,7 @@ cdef extern from "Python.h":
     Py_ssize_t PyDict_GET_SIZE(object source)
     object PyObject_CallOneArg(object call, object argument)
     object PyObject_CallNoArgs(object call)
-    int64_t PyLong_AsLongLong(object value) except? -1
+    int64_t PyLong_AsLongLongAndOverflow(object value, int *overflow)  # of an int: cannot fail
     int PyContextVar_Get(object var, PyObject *instead, PyObject **value) except -1
     int PyContextVar_CheckExact(object value)
     PyObject *PyDict_GetItemWithError(object source, object key) except? NULL
@@ -837,6 +837,7 @@ cdef Py_ssize_t flatten(PyObject *const *specs, Py_ssize_t given, int64_t *words
     cdef Py_ssize_t count = 1, i, j, dim
     cdef PyObject *shape
     cdef PyObject *size
+    cdef int overflow = 0
     for i in range(given):
         if not PyTuple_CheckExact(<object>specs[i]) or PyTuple_GET_SIZE(<object>specs[i]) != 2:
             return -1
@@ -853,7 +854,9 @@ cdef Py_ssize_t flatten(PyObject *const *specs, Py_ssize_t given, int64_t *words
             size = PyTuple_GET_ITEM(<object>shape, j)
             if not PyLong_CheckExact(<object>size):
                 return -1
-            words[count] = PyLong_AsLongLong(<object>size)
+            words[count] = PyLong_AsLongLongAndOverflow(<object>size, &overflow)
+            if overflow:
+                return -1
             count += 1
     return count
 
