@@ -187,18 +187,20 @@ cdef class Block:
             self.turn = (self.turn + 1) % 8
         return 0
 
-    cdef object view(self, object dtype, unsigned int modes, tuple shape, int64_t offset):
-        """A contiguous view, `offset` bytes into the block."""
+    cdef object view(self, object dtype, unsigned int modes, tuple shape, int64_t offset, bint keep):
+        """A contiguous view, `offset` bytes into the block. Unless `keep`, nothing that is made on the way is kept."""
         cdef Py_ssize_t i
         cdef int64_t stride = 1
         cdef object each
-        cdef tuple base = self.typed.get((dtype, modes))
+        cdef tuple base = self.typed.get((dtype, modes)) if keep else None
         cdef tuple strides
         if base is None:
             size = dtype.itemsize
             whole = self.base if self.nbytes % size == 0 else self.base[: self.nbytes // size * size]
             typed = whole.view(dtype)
-            base = self.typed[(dtype, modes)] = (typed, typed.storage_offset(), size)
+            base = (typed, typed.storage_offset(), size)
+            if keep:
+                self.typed[(dtype, modes)] = base
         strides = PyTuple_New(len(shape))
         for i in range(len(shape) - 1, -1, -1):
             each = stride
@@ -626,7 +628,7 @@ cdef class Requests:
                 block = Block(torch.empty((total,), dtype=torch.uint8, device=self._device))
         elif block is None:  # nothing but empty tensors, and no block yet
             return [torch.empty(shape, dtype=dtype, device=self._device) for shape, dtype in specs]
-        served = [block.view(dtype, now, shape, offset) for (shape, dtype), offset in zip(specs, offsets, strict=True)]
+        served = [block.view(dtype, now, shape, offset, keep) for (shape, dtype), offset in zip(specs, offsets, strict=True)]
         if keep and slot.block is block and all_exact(served):
             count = flatten_normal(specs, words)
             if count > 0:
