@@ -774,11 +774,15 @@ cdef PyObject *resource_call(PyObject *self, PyObject *const *args, Py_ssize_t c
     return found
 
 
+cdef bint only_zero_init(object names) except -1:
+    return PyTuple_GET_SIZE(names) == 1 and <object>PyTuple_GET_ITEM(names, 0) == "zero_init"
+
+
 cdef PyObject *persistent_call(PyObject *self, PyObject *const *args, Py_ssize_t count, PyObject *names) except NULL:
     cdef Requests manager = <Requests>self
     cdef PyObject *found = NULL
     cdef Py_ssize_t index
-    if count == 3 and (names == NULL or PyTuple_GET_SIZE(<object>names) == 1):
+    if count == 3 and (names == NULL or only_zero_init(<object>names)):
         index = manager.slot_index()
         found = PyDict_GetItemWithError(manager.resources_here(index), (torch_tensor, <object>args[0]))
         if found != NULL:
