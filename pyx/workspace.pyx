@@ -286,8 +286,8 @@ cdef class Slot:
     cdef int take(self, object base) except -1:
         """`base` (a tensor or None) is the slot's memory from now on."""
         cdef Block before = self.block
+        self.block = None  # before the rest, which may let other threads run: they keep no views of it then
         self.forget()
-        self.block = None
         if before is not None and before.base is not base:
             self.retired = [former for former in self.retired if not former[0].expired()]
             self.retired.append((StorageWeakRef(before.storage), weakref.ref(before), before.nbytes, before.site))
@@ -296,9 +296,9 @@ cdef class Slot:
             self.block = Block(base)
         return 0
 
-    cdef list remember(self, const int64_t *words, size_t count, list views, bint reuse):
-        """Keeps what answers that request; returns what to hand out. Views that are handed out new each time are kept from
-        the second time on: many requests never come again. Without memory nothing is kept."""
+    cdef list remember(self, Block block, const int64_t *words, size_t count, list views, bint reuse):
+        """Keeps what answers that request of `block`; returns what to hand out. Views that are handed out new each time are
+        kept from the second time on: many requests never come again. Without memory nothing is kept."""
         cdef uint64_t hash = words_hash(words, count)
         cdef request *known
         cdef request **place
@@ -307,14 +307,10 @@ cdef class Slot:
             self.table = <request **>calloc(REQUEST_PLACES, sizeof(request *))
             if self.table == NULL:
                 return views
-        place = request_place(self.table, hash, words, count)
-        if place[0] == NULL and self.known == REQUEST_ROOM:
-            self.forget()
-            place = request_place(self.table, hash, words, count)
         known = request_new(hash, words, count, len(views), reuse or ARENA_DEBUG)
         if known == NULL:
             return views
-        if place[0] != NULL or reuse:
+        if reuse or request_place(self.table, hash, words, count)[0] != NULL:
             kept = tuple(views)
             if known.marks != NULL and not mark(known, kept):
                 request_free(known)
@@ -324,6 +320,13 @@ cdef class Slot:
             known.shared = reuse
             if not reuse:
                 views = fresh(kept)
+        if self.known == REQUEST_ROOM and request_place(self.table, hash, words, count)[0] == NULL:
+            self.forget()
+        # torch's operations, and the end of a tensor, let other threads run: the slot may have grown meanwhile.
+        if self.block is not block:
+            drop(known)
+            return views
+        place = request_place(self.table, hash, words, count)
         if place[0] != NULL:
             known, place[0] = place[0], known
             drop(known)
@@ -581,12 +584,14 @@ cdef class Requests:
         cdef int64_t[128] words
         cdef Py_ssize_t count = flatten(specs, given, words)
         cdef Slot slot
+        cdef Block block
         cdef request *known
         cdef list served
         if count < 0:
             return None
         slot = <Slot>PyList_GET_ITEM(self.blocks.slots, self.slot_index())
-        if slot.known == 0 or dispatching():
+        block = slot.block
+        if block is None or slot.known == 0 or dispatching():
             return None
         words[0] = modes()
         known = request_place(slot.table, words_hash(words, count), words, count)[0]
@@ -598,7 +603,7 @@ cdef class Requests:
             return None
         served = same(<tuple>known.tensors) if known.shared else fresh(<tuple>known.tensors)
         if self.asks:
-            self.cover(slot)
+            self.cover(block)
         return served
 
     cdef list first(self, tuple given):
@@ -633,9 +638,9 @@ cdef class Requests:
             count = flatten_normal(specs, words)
             if count > 0:
                 words[0] = now
-                served = slot.remember(words, count, served, reuse)
+                served = slot.remember(block, words, count, served, reuse)
         if self.asks:
-            self.cover(slot)
+            self.cover(block)
         if self.watch is not None:
             self.watch(self, slot, specs, served)
         return served
@@ -690,13 +695,13 @@ cdef class Requests:
             raise RuntimeError(f"strict workspace: {what}, but the graphs of captures {graphs} use its block")
         return 0
 
-    cdef int cover(self, Slot slot) except -1:
-        """A capture that is served a block retains it."""
+    cdef int cover(self, Block block) except -1:
+        """A capture that is served a block retains it: that one, though another thread may have grown the slot since."""
         cdef uint64_t capture
         cdef void *stream
         try:
-            if current_capture(&stream, &capture) and slot.block is not None:
-                slot.block.retain_for(capture, stream)
+            if current_capture(&stream, &capture):
+                block.retain_for(capture, stream)
         except Exception as error:
             self.cannot_cover(error)
         return 0
