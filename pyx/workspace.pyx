@@ -737,7 +737,7 @@ cdef class Requests:
             log.warning("a capture was served scratch that it does not retain: %s", error)
         else:
             log.warning("the workspace does not retain what captures use: %s", error)
-            self.asks = False
+            self.asks = driver_usable()  # one failed call is no reason never to ask again
         return 0
 
     cdef int cover_all(self, uint64_t capture, void *stream) except -1:
@@ -827,6 +827,14 @@ serve_method.ml_meth = <PyCFunction><void *>serve_call
 serve_method.ml_flags = METH_FASTCALL
 serve_method.ml_doc = serve_doc
 replace_method(<PyTypeObject *>Requests, &serve_method)
+
+
+cdef bint driver_usable():
+    try:
+        _registry.driver_version()
+    except _registry.DriverError:
+        return False
+    return True
 
 
 managers = weakref.WeakSet()
