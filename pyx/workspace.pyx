@@ -649,6 +649,8 @@ cdef class Requests:
         """The slot's block, grown to `total` bytes. Fails without loss: the slot then has its old size."""
         cdef int64_t before
         cdef Py_ssize_t index
+        if _registry.pending() and not _registry.capture_open():
+            _registry.reclaim()  # a block whose last graph is dead must not stand beside the larger one
         with self.growing:
             before = slot.block.nbytes if slot.block is not None else 0
             if before >= total:  # another thread was faster
