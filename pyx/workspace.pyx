@@ -678,7 +678,8 @@ cdef class Requests:
         if storage is not None:
             return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage, 0, (nbytes,), (1,))
         try:
-            return torch.empty((nbytes,), dtype=torch.uint8, device=self._device)
+            with self._alloc_context():
+                return torch.empty((nbytes,), dtype=torch.uint8, device=self._device)
         except Exception:
             log.warning("a workspace slot of %d bytes is empty: growing it failed, and so did going back", nbytes)
             return None
