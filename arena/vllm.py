@@ -74,8 +74,9 @@ def replace_manager(stock: ModuleType) -> str:
     missing = [name for name in NEEDED if not callable(getattr(before, name, None))]
     if missing:
         raise NotKnown(f"vLLM {version()}: its WorkspaceManager has no {', '.join(missing)}; 0.33's is needed")
-    for name, kind in (("_workspace_lane", ContextVar), ("dbo_current_ubatch_id", object)):
-        if not isinstance(getattr(stock, name, None), kind):
+    lane, ubatch = getattr(stock, "_workspace_lane", None), getattr(stock, "dbo_current_ubatch_id", None)
+    for name, there in (("_workspace_lane", isinstance(lane, ContextVar)), ("dbo_current_ubatch_id", callable(ubatch))):
+        if not there:
             raise NotKnown(f"vLLM {version()}: {stock.__name__} has no {name}; 0.33's is needed")
     if getattr(stock, "_manager", None) is not None:
         raise NotKnown("the workspace manager was made before the plugin was loaded")

@@ -549,7 +549,7 @@ cdef class Requests:
             ubatch = context_int(<PyObject *>override)
             index = (ubatch if ubatch >= 0 else self.ubatch_here()) * self._num_lanes + lane
         else:
-            index = super()._get_workspace_id()
+            index = super(Requests, self)._get_workspace_id()
         if not 0 <= index < PyList_GET_SIZE(self.blocks.slots):
             raise IndexError(f"workspace slot {index}: the manager has {len(self.blocks.slots)}")
         return index
