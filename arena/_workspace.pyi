@@ -3,6 +3,8 @@ from contextvars import ContextVar
 from typing import Any, ClassVar, TypeVar, final
 from weakref import WeakSet
 
+from typing_extensions import disjoint_base
+
 import torch  # type: ignore[import-not-found, unused-ignore]
 
 _T = TypeVar("_T")
@@ -32,11 +34,13 @@ class Slot:
     @property
     def current(self) -> Block | None: ...
 
+@disjoint_base
 class Slots(list[torch.Tensor | None]):
     def __init__(self, tensors: Sequence[torch.Tensor | None]) -> None: ...
     @property
     def parts(self) -> list[Slot]: ...
 
+@disjoint_base
 class Requests:
     namespace: ClassVar[dict[str, Any]]
     own_ids: ClassVar[bool]

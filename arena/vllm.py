@@ -90,18 +90,14 @@ def replace_manager(stock: ModuleType) -> str:
 def manager_over(before: Any, names: dict[str, Any]) -> type:
     from arena import _workspace, workspace
 
-    class WorkspaceManager(_workspace.Requests, before, workspace.Reserving):  # type: ignore[misc]
-        namespace = names
-        own_ids = set(before._get_workspace_id.__code__.co_names) == OWN_IDS
+    def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
+        before.__init__(self, *args, **kwargs)
+        self.reuse_views = workspace.asked_for("ARENA_REUSE_VIEWS", None)
+        self.strict = workspace.asked_for("ARENA_STRICT", None)
 
-        def __init__(self, *args: Any, **kwargs: Any) -> None:
-            super().__init__(*args, **kwargs)
-            self.reuse_views = workspace.asked_for("ARENA_REUSE_VIEWS", None)
-            self.strict = workspace.asked_for("ARENA_STRICT", None)
-
-    WorkspaceManager.__qualname__ = "WorkspaceManager"
-    WorkspaceManager.__doc__ = before.__doc__
-    return WorkspaceManager
+    own_ids = set(before._get_workspace_id.__code__.co_names) == OWN_IDS
+    body = {"__init__": __init__, "__doc__": before.__doc__, "__module__": __name__, "namespace": names, "own_ids": own_ids}
+    return type("WorkspaceManager", (_workspace.Requests, before, workspace.Reserving), body)
 
 
 def version() -> str:

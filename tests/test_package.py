@@ -115,8 +115,18 @@ def test_the_wheel_has_the_package_and_nothing_else(built):
         packed = archive.namelist()
     assert {name.split("/")[0].partition("-")[0] for name in packed} == {"arena", "cuda_graph_arena"}
     libraries = [name.split(".")[0] for name in packed if name.endswith(".so")]
-    assert sorted(libraries) == ["arena/_registry", "arena/_simulator"]
-    for name in ("__init__.py", "_registry.pxd", "_registry.pyi", "testing.py", "testing.pyi", "py.typed"):
+    assert sorted(libraries) == ["arena/_registry", "arena/_simulator", "arena/_workspace"]
+    for name in (
+        "__init__.py",
+        "_registry.pxd",
+        "_registry.pyi",
+        "_workspace.pyi",
+        "workspace.py",
+        "vllm.py",
+        "testing.py",
+        "testing.pyi",
+        "py.typed",
+    ):
         assert f"arena/{name}" in packed
     assert any(name.endswith("licenses/LICENSE") for name in packed)
     assert [name for name in packed if name.endswith((".pyx", ".pxi", ".c"))] == []
@@ -302,7 +312,7 @@ def mypy():
 
 # What a stub need not say: what the compiler adds, and how to make objects that refuse to be made.
 UNSAID = r"""
-arena\._(registry|simulator)\.__(pyx_capi|test)__
+arena\._(registry|simulator|workspace)\.__(pyx_capi|test)__
 arena\.testing\.\w+\.__init__
 arena\.testing\.Capture\.__(enter|exit)__
 arena\.__main__\.\w+@\d+

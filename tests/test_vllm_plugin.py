@@ -7,13 +7,11 @@ import types
 from contextvars import ContextVar
 
 import pytest
-
-torch = pytest.importorskip("torch", reason="the workspace needs torch")
-
 from conftest import run_python
 
-import arena.vllm
-from arena import _workspace
+torch = pytest.importorskip("torch", reason="the workspace needs torch")
+arena_vllm = pytest.importorskip("arena.vllm")
+_workspace = pytest.importorskip("arena._workspace")
 
 NAME = "vllm.v1.worker.workspace"
 
@@ -105,7 +103,7 @@ def test_without_the_variable_nothing_changes(stock, monkeypatch, caplog, value)
     if value is not None:
         monkeypatch.setenv("ARENA_VLLM", value)
     before = dict(vars(stock))
-    arena.vllm.register()
+    arena_vllm.register()
     assert vars(stock) == before
     assert not caplog.records
 
@@ -113,7 +111,7 @@ def test_without_the_variable_nothing_changes(stock, monkeypatch, caplog, value)
 def test_the_class_is_rebound_and_the_rest_is_vllms(stock, caplog):
     caplog.set_level(logging.INFO, "arena")
     before = stock.WorkspaceManager
-    arena.vllm.register()
+    arena_vllm.register()
     assert stock.WorkspaceManager is not before
     assert issubclass(stock.WorkspaceManager, before)
     assert issubclass(stock.WorkspaceManager, _workspace.Requests)
@@ -130,12 +128,12 @@ def test_the_class_is_rebound_and_the_rest_is_vllms(stock, caplog):
     manager.lock()
     with pytest.raises(AssertionError, match="Workspace is locked"):
         manager.get_simultaneous(((1024,), torch.float32))
-    for name in arena.vllm.ADDED:
+    for name in arena_vllm.ADDED:
         assert callable(getattr(stock, name))
 
 
 def test_slots_are_found_by_what_the_module_has_now(stock, monkeypatch):
-    arena.vllm.register()
+    arena_vllm.register()
     manager = stock.WorkspaceManager(torch.device("cpu"), num_ubatches=2, num_lanes=2)
     assert manager._get_workspace_id() == 0
     monkeypatch.setattr(stock, "dbo_current_ubatch_id", lambda: 1)
@@ -154,26 +152,26 @@ def test_another_way_to_find_slots_is_asked(stock):
         return len(self._current_workspaces) - 1
 
     stock.WorkspaceManager = type("WorkspaceManager", (Manager,), {"_get_workspace_id": last})
-    arena.vllm.register()
+    arena_vllm.register()
     manager = stock.WorkspaceManager(torch.device("cpu"), num_lanes=3)
     manager.get_simultaneous(((8,), torch.uint8))
     assert [workspace is not None for workspace in manager._current_workspaces] == [False, False, True]
 
 
 def test_twice_is_once(stock):
-    arena.vllm.register()
+    arena_vllm.register()
     ours = stock.WorkspaceManager
-    arena.vllm.register()
+    arena_vllm.register()
     assert stock.WorkspaceManager is ours
 
 
-@pytest.mark.parametrize("name", arena.vllm.NEEDED)
+@pytest.mark.parametrize("name", arena_vllm.NEEDED)
 def test_a_manager_that_lacks_something_is_refused_by_name(stock, caplog, name):
     old = {key: value for key, value in vars(Manager).items() if key not in (name, "__dict__", "__weakref__")}
     stock.WorkspaceManager = before = type("WorkspaceManager", (), old)
-    arena.vllm.register()
+    arena_vllm.register()
     assert stock.WorkspaceManager is before
-    assert not any(hasattr(stock, added) for added in arena.vllm.ADDED)
+    assert not any(hasattr(stock, added) for added in arena_vllm.ADDED)
     (line,) = said(caplog, name)
     assert "0.33" in line.getMessage()
 
@@ -182,7 +180,7 @@ def test_a_manager_that_lacks_something_is_refused_by_name(stock, caplog, name):
 def test_a_module_that_lacks_something_is_refused_by_name(stock, caplog, name):
     before = stock.WorkspaceManager
     delattr(stock, name)
-    arena.vllm.register()
+    arena_vllm.register()
     assert stock.WorkspaceManager is before
     assert said(caplog, name)
 
@@ -190,7 +188,7 @@ def test_a_module_that_lacks_something_is_refused_by_name(stock, caplog, name):
 def test_a_manager_that_was_made_before_stays(stock, caplog):
     before = stock.WorkspaceManager
     stock._manager = before(torch.device("cpu"))
-    arena.vllm.register()
+    arena_vllm.register()
     assert stock.WorkspaceManager is before
     assert said(caplog, "before the plugin")
 
@@ -198,7 +196,7 @@ def test_a_manager_that_was_made_before_stays(stock, caplog):
 @pytest.mark.parametrize("thing", [None, 7, "no class"])
 def test_it_never_raises(stock, caplog, thing):
     stock.WorkspaceManager = thing
-    arena.vllm.register()
+    arena_vllm.register()
     assert stock.WorkspaceManager is thing
     assert said(caplog, "changes nothing")
 
@@ -208,14 +206,14 @@ def test_without_vllm_it_says_so(monkeypatch, caplog):
     for name in [name for name in sys.modules if name == "vllm" or name.startswith("vllm.")]:
         monkeypatch.delitem(sys.modules, name)
     monkeypatch.setitem(sys.modules, "vllm", None)  # not importable
-    arena.vllm.register()
+    arena_vllm.register()
     assert said(caplog, "changes nothing")
 
 
 def test_vllm_finds_it_by_its_entry_point():
     points = importlib.metadata.entry_points(group="vllm.general_plugins")
     (point,) = [each for each in points if each.name == "arena"]
-    assert point.load() is arena.vllm.register
+    assert point.load() is arena_vllm.register
 
 
 WORKER = """
