@@ -33,8 +33,8 @@ class Unreachable(Exception):
     """PyPI cannot be asked from here."""
 
 
-def pip(*arguments, **environment):
-    command = [sys.executable, "-m", "pip", *map(str, arguments)]
+def pip(*arguments, python=sys.executable, **environment):
+    command = [str(python), "-m", "pip", *map(str, arguments)]
     ended = subprocess.run(command, capture_output=True, text=True, env={**os.environ, **environment})
     if ended.returncode == 0:
         return
