@@ -57,7 +57,6 @@ def outcome(rig, folder, mode, selected, **more):
     environment = {
         **os.environ,
         "PYTHONPATH": os.pathsep.join(str(each) for each in roots if each),
-        "PYTHONDONTWRITEBYTECODE": "1",
         "VLLM_TARGET_DEVICE": "cpu",
         "VLLM_CACHE_ROOT": str(folder / "cache"),
         "ARENA_VLLM_MODE": mode,
