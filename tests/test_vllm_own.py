@@ -57,6 +57,7 @@ def outcome(rig, folder, mode, selected, **more):
     environment = {
         **os.environ,
         "PYTHONPATH": os.pathsep.join(str(each) for each in roots if each),
+        "PYTHONDONTWRITEBYTECODE": "",  # the folder that is kept keeps what was compiled, too
         "VLLM_TARGET_DEVICE": "cpu",
         "VLLM_CACHE_ROOT": str(folder / "cache"),
         "ARENA_VLLM_MODE": mode,
