@@ -3,9 +3,8 @@ from contextvars import ContextVar
 from typing import Any, ClassVar, TypeVar, final
 from weakref import WeakSet
 
-from typing_extensions import disjoint_base
-
 import torch  # type: ignore[import-not-found, unused-ignore]
+from typing_extensions import disjoint_base
 
 _T = TypeVar("_T")
 _Spec = tuple[Sequence[int], torch.dtype]

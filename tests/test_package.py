@@ -218,6 +218,7 @@ print(*sys.version_info[:2])
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(400)
 @pytest.mark.parametrize("version", pythons())
 def test_each_python_builds_it_and_works(built, version, tmp_path):
     found = find_python(version)
