@@ -9,8 +9,11 @@ of it. No failure of ours fails a capture or a replay: what cannot be managed st
 from __future__ import annotations
 
 import functools
+import gc
 import logging
+import os
 import threading
+import types
 from collections.abc import Callable
 from typing import Any
 
@@ -43,10 +46,16 @@ def capture_begin(self: Any, original: Original, *args: Any, **kwargs: Any) -> N
     before, self._arena_capture = self._arena_capture, None
     if before is not None:
         before.drop()
+    self._arena_capture = managed_here()
+
+
+def managed_here() -> _registry.ManagedCapture | None:
+    """Of the capture that the current stream has just begun."""
     try:
-        self._arena_capture = _registry.begin()
+        return _registry.begin()
     except Exception:
         log.warning("this capture is not managed: its executable will hold the owners itself", exc_info=True)
+        return None
 
 
 def capture_end(self: Any, original: Original) -> None:
@@ -73,10 +82,33 @@ def capture_end_post(self: Any, original: Original) -> None:
         hold(self, self._arena_capture)
 
 
+def begin_body(self: Any, original: Original, *args: Any, **kwargs: Any) -> None:
+    """A conditional body (torch 2.12 on) is a capture of its own, into a graph and on a stream of its own."""
+    original(self, *args, **kwargs)
+    if self._arena_capture is not None:
+        self._arena_capture.bodies.append(managed_here())
+
+
+def end_body(self: Any, original: Original) -> None:
+    """What was retained in the body belongs to the capture around it from here on: nothing is left in the body's graph."""
+    held = self._arena_capture
+    if held is not None and held.bodies:
+        body, outer = held.bodies.pop(), next(filter(None, reversed(held.bodies)), held)
+        if body is not None:
+            try:
+                body.join(outer)
+            except Exception:
+                log.warning("the owners of a conditional body stay with it: the executable will hold them", exc_info=True)
+            body.drop()
+    original(self)
+
+
 def hold(self: Any, held: _registry.ManagedCapture) -> None:
     """The capture has ended: a kept template holds the owners too, so that what is made from it by hand does."""
     template = 0
-    keep = getattr(self, "_arena_keep", None)
+    look_for_cycles(self, held)
+    # torch 2.14 says itself whether the template is kept, by enable_debug_mode() too.
+    keep = getattr(self, "_keep_graph", getattr(self, "_arena_keep", None))
     if keep is not False:  # None: made before install(); torch refuses the handle of a template that is not kept
         try:
             template = self.raw_cuda_graph()
@@ -139,6 +171,76 @@ def finalize(self: Any, original: Original | None) -> None:
                 held.drop()
     except Exception:
         log.debug("a graph was not finalized in relaxed mode", exc_info=True)
+
+
+# ---- an owner that reaches its own graph: neither can be collected, since no collector sees what a graph holds ----
+
+debug = _registry.debug_level > 0 or os.environ.get("ARENA_DEBUG", "0") not in ("", "0")
+"""Whether the end of each capture looks for owners that reach their own graph by whatever way, and warns of each with that
+way. Else only what an owner refers to directly is looked at, and counted in `arena.stats().cycles`."""
+
+FARTHEST, MOST = 8, 10_000  # references from an owner, and objects looked at for it
+NOT_FOLLOWED = (types.ModuleType, types.FrameType, types.CodeType, type, str, bytes, int, float)
+
+
+def look_for_cycles(self: Any, held: _registry.ManagedCapture) -> None:
+    try:
+        if not debug:
+            held.count_cycles(self)
+            return
+        for number, owner in enumerate(held.owners):
+            way = way_to(self, owner)
+            if way is not None:
+                _registry.count_cycle()
+                log.warning("owner #%d %s: neither can be collected; reset() the graph to let both go", number, way)
+    except Exception:
+        log.debug("cycles were not looked for", exc_info=True)
+
+
+def way_to(graph: Any, owner: Any) -> str | None:
+    """How `owner` reaches `graph`, as "Binding.plan -> Plan.graph -> CUDAGraph"; None if it does not."""
+    steps: dict[int, tuple[Any, Any]] = {id(owner): (owner, None)}  # what was seen, and from where; kept alive, for its id
+    level = [owner]
+    for _ in range(FARTHEST + 1):
+        after = []
+        for each in level:
+            if each is graph:
+                return told_way(steps, graph)
+            for referent in referents(each):
+                if id(referent) not in steps and not isinstance(referent, NOT_FOLLOWED) and len(steps) < MOST:
+                    steps[id(referent)] = referent, each
+                    after.append(referent)
+        level = after
+    return None
+
+
+def referents(thing: Any) -> list[Any]:
+    if isinstance(thing, types.FunctionType):  # not its globals: through them everything reaches everything
+        return [thing.__closure__, thing.__defaults__, thing.__kwdefaults__]
+    return gc.get_referents(thing)
+
+
+def told_way(steps: dict[int, tuple[Any, Any]], last: Any) -> str:
+    said: list[str] = []
+    each, source = steps[id(last)]
+    while source is not None:
+        holder = source
+        if isinstance(source, dict):  # of an instance: its owner says more
+            above = steps[id(source)][1]
+            holder = above if getattr(above, "__dict__", None) is source else source
+        said.append(f"{type(holder).__name__}{step(holder, each)}")
+        each, source = steps[id(holder)]
+    return " -> ".join([*reversed(said), type(last).__name__])
+
+
+def step(holder: Any, held: Any) -> str:
+    """By what name `holder` refers to `held`, where it has one."""
+    if isinstance(holder, dict):
+        return next((f"[{key!r}]" for key, value in holder.items() if value is held), "")
+    if isinstance(holder, list | tuple):
+        return next((f"[{number}]" for number, value in enumerate(holder) if value is held), "")
+    names = getattr(holder, "__dict__", {})
+    return next((f".{name}" for name, value in names.items() if value is held), "")
 
 
 def enter(self: Any, original: Original) -> Any:
@@ -218,6 +320,9 @@ AROUND: dict[str, Callable[..., Any]] = {
     "capture_end": capture_end,
     "capture_end_pre": capture_end,
     "capture_end_post": capture_end_post,
+    "begin_capture_to_if_node": begin_body,
+    "begin_capture_to_while_node": begin_body,
+    "end_capture_to_conditional_node": end_body,
     "instantiate": instantiate,
     "reset": reset,
     "__del__": finalize,
@@ -227,7 +332,8 @@ AROUND: dict[str, Callable[..., Any]] = {
 
 def methods_of(graph_type: type) -> list[str]:
     ends = ["capture_end_pre", "capture_end_post"] if hasattr(graph_type, "capture_end_pre") else ["capture_end"]
-    return ["__new__", "capture_begin", *ends, "instantiate", "replay", "reset", "__del__"]
+    bodies = [name for name, around in AROUND.items() if around in (begin_body, end_body) and hasattr(graph_type, name)]
+    return ["__new__", "capture_begin", *ends, *bodies, "instantiate", "replay", "reset", "__del__"]
 
 
 # ---- in place ----
@@ -302,15 +408,20 @@ def inherited(name: str, base: type) -> Original:
     return functools.wraps(own)(method) if own is not None else method
 
 
+def manage(kind: type, base: type) -> None:
+    """Gives the subclass `kind` of torch's `base` its managed methods."""
+    for name in methods_of(base):
+        method = inherited(name, base)
+        setattr(kind, name, staticmethod(method) if name == "__new__" else method)
+
+
 class CUDAGraph(torch.cuda.CUDAGraph):  # type: ignore[misc, unused-ignore]
     """`torch.cuda.CUDAGraph` with a clean executable and owners that outlive its last replay."""
 
     _arena_capture: _registry.ManagedCapture | None = None
 
 
-for _name in methods_of(torch.cuda.CUDAGraph):
-    _method = inherited(_name, torch.cuda.CUDAGraph)
-    setattr(CUDAGraph, _name, staticmethod(_method) if _name == "__new__" else _method)
+manage(CUDAGraph, torch.cuda.CUDAGraph)
 
 
 class graph(torch.cuda.graph):  # type: ignore[misc, unused-ignore]

@@ -3,7 +3,34 @@
 # from then on. What the driver then no longer covers, launches in flight, is covered by fences. Called with the GIL.
 
 from libc.stdlib cimport free, realloc
+from libc.string cimport memcpy
 
+cdef extern from *:
+    """
+    /* Whether an object refers to another, itself or through its __dict__. As the garbage collector finds out, but without
+     * asking it for lists: all owners of each capture are looked at. */
+    typedef struct { PyObject *wanted; int left, depth, found; } look;
+    static int look_at(PyObject *each, void *arg) {
+        look *here = (look *)arg;
+        if (each == here->wanted) return here->found = 1;
+        if (here->left-- <= 0) return 1;
+        if (here->depth && PyDict_CheckExact(each)) {
+            here->depth = 0;
+            Py_TYPE(each)->tp_traverse(each, look_at, arg);
+            here->depth = 1;
+        }
+        return here->found;
+    }
+    static int refers(PyObject *owner, PyObject *wanted) {
+        look here = {wanted, 1000, 1, owner == wanted};
+        if (!here.found && PyObject_IS_GC(owner) && Py_TYPE(owner)->tp_traverse)
+            Py_TYPE(owner)->tp_traverse(owner, look_at, &here);
+        return here.found;
+    }
+    """
+    int refers(PyObject *owner, PyObject *wanted)
+
+cdef uint64_t cycles = 0     # owners that were found to reach their own graph
 cdef int managed_open = 0   # managed captures between begin and seal
 cdef unsigned int epoch = 0  # of driver and process: what was made in another has nothing to say to this one
 begin_hooks = []             # called with nothing when a managed capture has begun on the current stream
@@ -34,6 +61,8 @@ cdef class ManagedCapture:
     cdef unsigned int epoch     # that it was made in
     cdef bint open              # between begin and seal
     cdef list scopes            # of the thread that began
+    cdef readonly list bodies   # the wrapper's note: the open conditional bodies, innermost last
+    cdef here before            # what this thread had in managed_here when the capture began
     cdef fence *replays         # the streams that the graph was replayed on, not in `fences` yet; or NULL
     cdef size_t last            # the mark of the last replay, if there are any
 
@@ -171,6 +200,55 @@ cdef class ManagedCapture:
                 self.replays.marks[self.last].kind = LOST  # the owners stay for good: nobody can say when they may go
             restore(&mode)
 
+    def join(self, ManagedCapture outer not None):
+        """This was a conditional body of the graph that `outer` captures. What it retained is that capture's from now on.
+
+        Called before the end of the body's capture, and once; `drop()` comes next in any case.
+
+        Raises:
+            ValueError: `outer` is this capture.
+            CaptureError, DriverError, MemoryError: The other capture could not take the owners. The body's graph holds
+                them, and with it the executable.
+        """
+        cdef owner_list *mine
+        cdef owner_list *theirs
+        cdef size_t count
+        if outer.id == self.id:
+            raise ValueError(f"capture {self.id} is not a body of itself")
+        if self.epoch != epoch or not self.open:
+            return
+        mine = list_of(self.id)
+        count = 0 if mine == NULL or not mine.managed else mine.count
+        if count:
+            theirs = list_for(outer.stream, count)
+            if theirs == NULL or theirs.capture != outer.id:
+                raise CaptureError(f"capture {outer.id} ended before its conditional body {self.id}")
+        self.seal()
+        if count:  # the seal ran no code but ours: both lists are what they were
+            memcpy(&theirs.entries[theirs.count], mine.entries, count * sizeof(owner_entry))
+            theirs.count += count
+            mine.count = 0
+
+    @property
+    def owners(self):
+        """The Python owners, in order of retention. After the seal."""
+        cdef owner_list *owners = NULL if self.epoch != epoch or self.object == NULL else list_of(self.id)
+        cdef size_t i
+        if owners == NULL:
+            return []
+        return [<object>owners.entries[i].object for i in range(owners.count) if owners.entries[i].release == NULL]
+
+    def count_cycles(self, graph):
+        """Counts the owners that are `graph`, the wrapper of what was captured, or refer to it directly. After the seal."""
+        global cycles
+        cdef owner_list *owners = NULL if self.epoch != epoch or self.object == NULL else list_of(self.id)
+        cdef size_t i
+        if owners == NULL:
+            return
+        for i in range(owners.count):
+            if owners.entries[i].release == NULL and refers(<PyObject *>owners.entries[i].object, <PyObject *>graph):
+                cycles += 1
+
     cdef bint still_captures(self) noexcept:
         cdef uint64_t capture
         cdef CUgraph graph
@@ -184,12 +262,11 @@ cdef class ManagedCapture:
         self.let_go()
 
     cdef void close(self) noexcept:
-        global managed_open
+        global managed_open, managed_here
         self.open = False
         managed_open -= 1
         if managed_here.capture == self.id:
-            managed_here.capture = 0
-            managed_here.stream = NULL
+            managed_here = self.before
 
     cdef void let_go(self) noexcept:
         cdef owner_list *owners
@@ -237,6 +314,7 @@ def begin(stream=None):
     cdef ManagedCapture managed = ManagedCapture.__new__(ManagedCapture)
     need_driver()
     managed.scopes = scopes_here(True)
+    managed.bodies = []
     if not reclaimer_started:
         start_reclaimer()
     if not find_stream(stream, &handle) or not ask(handle, &capture, &graph):
@@ -261,6 +339,7 @@ def begin(stream=None):
     managed.epoch = epoch
     managed.open = True
     managed_open += 1
+    managed.before = managed_here
     managed_here.stream = handle
     managed_here.capture = capture
     managed_here.device = managed.device
@@ -276,6 +355,12 @@ cdef int report_hook(object hook, object error) except -1:
     import logging
     logging.getLogger("arena").warning("%r failed at the begin of a managed capture", hook, exc_info=error)
     return 0
+
+
+def count_cycle():
+    """An owner was found that reaches its own graph."""
+    global cycles
+    cycles += 1
 
 
 cdef void close_list(owner_list *owners) noexcept:

@@ -76,11 +76,17 @@ def reclaim(timeout=None):
     """
     cdef double limit = 0, quiet_since, now
     cdef uint64_t before = released, seen
+    cdef int patience = 4
     if timeout is not None:
         limit = timeout
         if not limit >= 0:
             raise ValueError(f"timeout is {timeout!r}, not a number of seconds")
     release_now()
+    while patience and (polling or releasing > releasing_here):  # the thread has them in hand: they go in a moment
+        patience -= 1
+        with nogil:
+            nap()
+        release_now()
     if limit > 0:
         quiet_since = seconds_now()
         limit += quiet_since

@@ -186,11 +186,13 @@ cdef class Stats:
     """Owners that will never be released: in a forked child, those that its parent held."""
     cdef readonly uint64_t retained
     """Owners ever retained; one object retained twice counts twice."""
+    cdef readonly uint64_t cycles
+    """Owners that were found to reach their own graph at the end of a managed capture: neither can be collected."""
 
     def __repr__(self):
         return (
             f"Stats(lists={self.lists}, owners={self.owners}, dead={self.dead}, released={self.released}, "
-            f"leaked={self.leaked}, retained={self.retained})"
+            f"leaked={self.leaked}, retained={self.retained}, cycles={self.cycles})"
         )
 
 
@@ -198,7 +200,7 @@ def stats():
     """Counts what the registry holds now. Exact, and costs the same however much that is.
 
     Returns:
-        A `Stats` with the ints `lists`, `owners`, `dead`, `released`, `leaked` and `retained`.
+        A `Stats` with the ints `lists`, `owners`, `dead`, `released`, `leaked`, `retained` and `cycles`.
     """
     cdef Stats now = Stats.__new__(Stats)
     drain()
@@ -208,6 +210,7 @@ def stats():
     now.released = released
     now.leaked = leaked
     now.retained = retained
+    now.cycles = cycles
     return now
 
 

@@ -55,8 +55,8 @@ static inline int short_handle(PyObject *value, void **handle) {
 /* Where a retain on this thread most likely belongs. A hint only: `capture` is looked up, and ids are never reused, so
  * a stale one finds a sealed list or none. initial-exec: one instruction instead of a call, for 24 bytes of the static
  * thread-local space that the C library keeps for libraries loaded late. */
-static __thread struct { void *stream; uint64_t capture; CUdevice device; } managed_here
-    __attribute__((tls_model("initial-exec")));
+typedef struct { void *stream; uint64_t capture; CUdevice device; } here;
+static __thread here managed_here __attribute__((tls_model("initial-exec")));
 
 static inline PyObject *new_bool(int value) {
     return value < 0 ? NULL : Py_NewRef(value ? Py_True : Py_False);

@@ -1,17 +1,19 @@
-"""Managed torch graphs without a GPU: the Python of the installed torch over a stand-in for its C++ class, on the simulated
-driver. The same promises on a real GPU are in test_torch_managed.py."""
+"""Managed torch graphs without a GPU: the Python of the installed torch, and of each other generation, over a stand-in for its
+C++ class, on the simulated driver. The same promises on a real GPU are in test_torch_managed.py."""
 
 import contextlib
+import functools
 import gc
 import inspect
 import threading
 import weakref
 
 import pytest
-from conftest import stays, until
+from conftest import run_python, stays, until
 
 torch = pytest.importorskip("torch")
 
+import generations  # noqa: E402
 import standin  # noqa: E402
 
 import arena  # noqa: E402
@@ -23,19 +25,50 @@ class Owner:
 
 
 @pytest.fixture
-def cuda(simulated):
+def cuda(simulated, monkeypatch):
+    monkeypatch.setattr(standin, "driver", simulated)
     return simulated
 
 
+INSTALLED = torch.__version__.split("+")[0]
+OTHERS = [each for each in generations.GENERATIONS if not INSTALLED.startswith(f"{each}.")]
+PATCHED = [f"{INSTALLED} installed", *(f"{each} patched" for each in OTHERS)]
+only_patched = pytest.mark.parametrize("unmanaged", PATCHED, indirect=True)
+WAYS = [f"{INSTALLED} subclassed", *PATCHED]
+BODIES = [
+    (way, kind)
+    for kind, since in (("if", (2, 12)), ("while", (2, 14)))
+    for way in WAYS
+    if tuple(map(int, way.split()[0].split("."))) >= since
+]
+with_bodies = pytest.mark.parametrize(("unmanaged", "kind"), BODIES, indirect=["unmanaged"])
+
+
+@pytest.fixture(params=WAYS)
+def unmanaged(request, tmp_path_factory):
+    """Makes a module: a torch's graphs.py over the stand-in, as it is."""
+    generation = request.param.split()[0]
+    if generation == INSTALLED:
+        return standin.graphs
+    cache = getattr(request.config, "cache", None)
+    folder = cache.mkdir("torch-graphs") if cache else tmp_path_factory.getbasetemp()
+    return functools.partial(standin.graphs, *generations.fetched(generation, folder))
+
+
 @pytest.fixture
-def graphs(monkeypatch):
-    """torch's graphs.py over the stand-in, patched as install() patches the real one."""
-    module = standin.graphs()
+def graphs(request, unmanaged, monkeypatch):
+    """The same, managed: patched as install() patches the real one, or subclassed."""
+    module = unmanaged()
     monkeypatch.setattr(arena.torch, "current_stream", lambda device: (standin.current_stream().handle, EXTERNAL[0]))
-    monkeypatch.setattr(torch._C, "_CUDAGraph", standin._CUDAGraph, raising=False)
+    monkeypatch.setattr(torch._C, "_CUDAGraph", module.CUDAGraph.__base__, raising=False)
     EXTERNAL[0] = False
     assert not arena.torch.installed()
-    arena.torch.patch(module.CUDAGraph, None)
+    if "subclassed" in request.node.callspec.id:
+        base = module.CUDAGraph
+        module.CUDAGraph = type("CUDAGraph", (base,), {"_arena_capture": None})
+        arena.torch.manage(module.CUDAGraph, base)
+    else:
+        arena.torch.patch(module.CUDAGraph, None)
     yield module
     arena.torch.uninstall()
 
@@ -78,10 +111,11 @@ def test_the_executable_is_clean_and_the_owner_lives_with_the_graph(cuda, graphs
     assert gone(alive)
 
 
-def test_without_management_the_executable_is_taxed(cuda):
+@only_patched
+def test_without_management_the_executable_is_taxed(cuda, unmanaged):
     """The control: torch's own methods, and an owner retained during the capture."""
     stream = cuda.Stream()
-    graph = captured(standin.graphs(), stream, Owner())
+    graph = captured(unmanaged(), stream, Owner())
     assert graph.executable.owners == 1
     graph.reset()
 
@@ -318,10 +352,11 @@ def test_a_graph_that_goes_during_a_global_capture_does_not_break_it(cuda, graph
     capture.graph.destroy()
 
 
-def test_without_management_it_does_break_it(cuda):
+@only_patched
+def test_without_management_it_does_break_it(cuda, unmanaged):
     """The control: cuGraphExecDestroy is refused in the middle of a global-mode capture, and breaks it."""
     stream, other = cuda.Stream(), cuda.Stream()
-    graph = captured(standin.graphs(), stream)
+    graph = captured(unmanaged(), stream)
     with pytest.raises(cuda.Error):
         with other.capture("global"):
             other.kernel()
@@ -345,8 +380,8 @@ def test_entering_a_capture_releases_what_is_dead(cuda, graphs):
     other.reset()
 
 
-def test_signatures_and_names_are_torchs(graphs):
-    plain = standin.graphs()
+def test_signatures_and_names_are_torchs(graphs, unmanaged):
+    plain = unmanaged()
     for name in ("capture_begin", "capture_end", "instantiate", "replay", "reset"):
         ours, theirs = getattr(graphs.CUDAGraph, name), getattr(plain.CUDAGraph, name)
         assert ours is not theirs
@@ -354,6 +389,7 @@ def test_signatures_and_names_are_torchs(graphs):
         assert ours.__doc__ == theirs.__doc__
 
 
+@only_patched
 def test_uninstall_puts_torchs_methods_back_and_living_graphs_keep_their_owners(cuda, graphs):
     alive = weakref.ref(owner := Owner())
     stream = cuda.Stream()
@@ -369,6 +405,7 @@ def test_uninstall_puts_torchs_methods_back_and_living_graphs_keep_their_owners(
     assert gone(alive)
 
 
+@only_patched
 def test_uninstall_refuses_to_undo_a_patch_on_top_of_ours(graphs, monkeypatch):
     monkeypatch.setattr(graphs.CUDAGraph, "replay", lambda self: None)
     with pytest.raises(RuntimeError, match=r"CUDAGraph.replay was patched by others"):
@@ -429,3 +466,262 @@ def test_a_template_that_refuses_the_owners_does_not_fail_the_replay(cuda, graph
     assert alive() is not None
     graph.reset()
     assert gone(alive)
+
+
+# ---- conditional bodies (torch 2.12 on) ----
+
+
+@contextlib.contextmanager
+def body(graph, kind):
+    getattr(graph, f"begin_capture_to_{kind}_node")(None)
+    standin.current_stream().kernel()
+    yield
+    graph.end_capture_to_conditional_node()
+
+
+def captured_with_bodies(graphs, stream, kind, *owners, keep=False):
+    """Owners are retained before, inside, inside the inner, inside again, and behind the two bodies."""
+    before, outer, inner, outer_again, behind = owners
+    graph = graphs.CUDAGraph(keep_graph=keep)
+    with capturing(graph, stream):
+        if before:
+            assert arena.retain(before)
+        with body(graph, kind):
+            assert arena.retain(outer)
+            with body(graph, kind):
+                assert arena.retain(inner)
+            assert arena.retain(outer_again)
+        if behind:
+            assert arena.retain(behind)
+    return graph
+
+
+@with_bodies
+@pytest.mark.parametrize("around", [True, False])
+def test_owners_of_conditional_bodies_live_with_the_root_and_the_executable_is_clean(cuda, graphs, kind, around):
+    before = arena.stats()
+    owners = [Owner() for _ in range(5)]
+    if not around:
+        owners[0] = owners[4] = None
+    alive = [weakref.ref(each) for each in owners if each]
+    stream, gate = cuda.Stream(), cuda.Event()
+    graph = captured_with_bodies(graphs, stream, kind, *owners)
+    owners.clear()
+    assert graph.executable.owners == 0
+    assert arena.stats().owners - before.owners == len(alive)
+    arena.reclaim()
+    assert arena.stats().lists - before.lists == 1
+    with standin.current(stream):
+        graph.gate = gate
+        graph.replay()
+    graph.reset()
+    assert stays(lambda: all(each() is not None for each in alive))
+    gate.set()
+    assert until(lambda: all(each() is None for each in alive))
+
+
+@with_bodies
+def test_without_management_a_body_taxes_the_executable(cuda, unmanaged, kind):
+    """The control, and what a raw conditional body costs."""
+    stream = cuda.Stream()
+    graph = captured_with_bodies(unmanaged(), stream, kind, None, Owner(), Owner(), Owner(), None)
+    assert graph.executable.owners == 2
+    graph.reset()
+
+
+@with_bodies
+def test_a_kept_template_holds_the_owners_of_its_bodies_too(cuda, graphs, kind):
+    alive = weakref.ref(owner := Owner())
+    graph = captured_with_bodies(graphs, cuda.Stream(), kind, None, Owner(), owner, Owner(), None, keep=True)
+    del owner
+    assert graph.template.owners == 1
+    for _ in range(2):
+        graph.instantiate()
+        assert graph.executable.owners == 0
+    clone = graph.template.clone()
+    graph.reset()
+    assert stays(lambda: alive() is not None)
+    clone.destroy()
+    assert gone(alive)
+
+
+@with_bodies
+def test_retaining_in_a_body_asks_the_driver_no_more_than_around_it(cuda, graphs, kind):
+    graph = graphs.CUDAGraph()
+    with capturing(graph, cuda.Stream()):
+        arena.retain(Owner())
+        asked = []
+        with body(graph, kind):
+            arena.retain(Owner())
+            before = cuda.calls("cuStreamGetCaptureInfo")
+            arena.retain(Owner())
+            asked.append(cuda.calls("cuStreamGetCaptureInfo") - before)
+        arena.retain(Owner())
+        before = cuda.calls("cuStreamGetCaptureInfo")
+        arena.retain(Owner())
+        asked.append(cuda.calls("cuStreamGetCaptureInfo") - before)
+    assert asked == [0, 0]
+    graph.reset()
+
+
+@with_bodies
+def test_a_body_that_cannot_hand_over_its_owners_keeps_them(cuda, graphs, caplog, kind):
+    alive = weakref.ref(owner := Owner())
+    graph = graphs.CUDAGraph()
+    with capturing(graph, cuda.Stream()):
+        with body(graph, kind):
+            assert arena.retain(owner)
+            cuda.fail("cuUserObjectCreate")
+    del owner
+    assert "the executable will hold them" in caplog.text
+    assert graph.executable.owners == 1
+    assert alive() is not None
+    graph.reset()
+    assert gone(alive)
+
+
+@with_bodies
+def test_a_failed_body_lets_its_owners_go(cuda, graphs, kind):
+    alive = weakref.ref(owner := Owner())
+    stream = cuda.Stream()
+    graph = graphs.CUDAGraph()
+    with pytest.raises(cuda.Error):
+        with capturing(graph, stream):
+            with body(graph, kind):
+                arena.retain(owner)
+                standin.current_stream().invalidate()
+    del owner
+    graph.reset()
+    del graph
+    with contextlib.suppress(cuda.Error):
+        stream.end_capture().destroy()
+    assert gone(alive)
+
+
+# ---- the debug dump ----
+
+
+def test_a_debug_dump_finds_the_template_and_the_executable_is_clean(cuda, graphs, monkeypatch):
+    alive = weakref.ref(owner := Owner())
+    stream = cuda.Stream()
+    graph = graphs.CUDAGraph()
+    graph.enable_debug_mode()
+    with capturing(graph, stream):
+        assert arena.retain(owner)
+    del owner
+    later = hasattr(graph, "capture_end_post")
+    assert graph.template.owners == later  # up to 2.13 nobody is given its handle: nothing can be made from it
+    if later:  # it is kept from then on, and dumped by calls that need a GPU
+        graph.instantiate()
+        assert graph.raw_cuda_graph() == graph.template.handle
+    else:
+        graph.debug_dump("nowhere")
+        assert graph.dumps == 1
+        assert graph.template is None
+    assert graph.executable.owners == 0
+    with standin.current(stream):
+        graph.replay()
+    stream.synchronize()
+    assert alive() is not None
+    graph.reset()
+    assert gone(alive)
+
+
+# ---- an owner that reaches its own graph ----
+
+
+class Binding:
+    """An owner that refers to things."""
+
+
+@pytest.mark.parametrize("debug", [False, True])
+def test_an_owner_that_refers_to_its_graph_is_counted_and_stays_until_the_graph_is_reset(cuda, graphs, debug, monkeypatch, caplog):
+    monkeypatch.setattr(arena.torch, "debug", debug)
+    before = arena.stats().cycles
+    graph, binding = graphs.CUDAGraph(), Binding()
+    binding.graph = graph
+    alive = weakref.ref(binding)
+    with capturing(graph, cuda.Stream()):
+        for owner in (Owner(), Owner(), Owner(), binding):
+            arena.retain(owner)
+    assert arena.stats().cycles == before + 1
+    assert ("owner #3 Binding.graph -> CUDAGraph: neither can be collected" in caplog.text) == debug
+    del graph, binding, owner
+    gc.collect()
+    arena.reclaim()
+    assert stays(lambda: alive() is not None)
+    alive().graph.reset()
+    assert gone(alive)
+
+
+def test_without_the_reference_nothing_is_counted_and_both_are_collected(cuda, graphs, monkeypatch, caplog):
+    """The control."""
+    monkeypatch.setattr(arena.torch, "debug", True)
+    before = arena.stats().cycles
+    binding = Binding()
+    binding.other = graphs.CUDAGraph()
+    binding.weak, binding.function, binding.kind = weakref.ref(binding.other), lambda: graphs, type(binding)
+    alive = weakref.ref(binding)
+    graph = captured(graphs, cuda.Stream(), binding)
+    assert arena.stats().cycles == before
+    assert not caplog.text
+    del graph, binding
+    assert gone(alive)
+
+
+@pytest.mark.parametrize("far", [2, 6, 30])
+def test_debugging_finds_a_long_way_to_the_graph(cuda, graphs, monkeypatch, caplog, far):
+    monkeypatch.setattr(arena.torch, "debug", True)
+    before = arena.stats().cycles
+    graph = graphs.CUDAGraph()
+    owner = [graph]
+    for _ in range(far - 1):
+        owner = [0, owner]
+    with capturing(graph, cuda.Stream()):
+        arena.retain(owner)
+    found = far <= arena.torch.FARTHEST
+    assert arena.stats().cycles == before + found
+    assert ("list[1] -> list[0] -> CUDAGraph" in caplog.text) == found
+    graph.reset()
+
+
+@pytest.mark.parametrize("how", ["closure", "key", "method"])
+def test_debugging_names_the_way_through_what_has_no_attributes(cuda, graphs, monkeypatch, caplog, how):
+    monkeypatch.setattr(arena.torch, "debug", True)
+    graph, binding = graphs.CUDAGraph(), Binding()
+    if how == "closure":
+        binding.run = lambda: graph
+    elif how == "key":
+        binding.table = {"decode": graph}
+    else:
+        binding.run = graph.replay
+    with capturing(graph, cuda.Stream()):
+        arena.retain(binding)
+    way = {
+        "closure": "Binding.run -> function -> tuple[0] -> cell -> CUDAGraph",
+        "key": "Binding.table -> dict['decode'] -> CUDAGraph",
+        "method": "Binding.run -> method -> CUDAGraph",
+    }[how]
+    assert f"owner #0 {way}: " in caplog.text
+    graph.reset()
+
+
+def test_a_search_for_cycles_that_fails_fails_nothing(cuda, graphs, monkeypatch):
+    def fails(graph, owner):
+        raise MemoryError("no room")
+
+    monkeypatch.setattr(arena.torch, "debug", True)
+    monkeypatch.setattr(arena.torch, "way_to", fails)
+    alive = weakref.ref(owner := Owner())
+    graph = captured(graphs, cuda.Stream(), owner)
+    del owner
+    assert graph.executable.owners == 0
+    graph.reset()
+    assert gone(alive)
+
+
+def test_the_search_is_switched_on_by_the_environment():
+    ask = "import arena.torch; print(arena.torch.debug)"
+    for value, answer in (("1", "True"), ("0", "True" if arena._registry.debug_level else "False")):
+        run = run_python(ask, timeout=60, env={"ARENA_DEBUG": value})
+        assert run.stdout.strip() == answer, run.stderr
