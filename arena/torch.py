@@ -68,8 +68,8 @@ def capture_end(self: Any, original: Original) -> None:
     try:
         original(self)
     except BaseException:
-        self._arena_capture = None
-        if held is not None:
+        if held is not None and not held.capturing:  # else (the wrong stream, the wrong thread) it may be ended yet
+            self._arena_capture = None
             held.drop()
         raise
     if held is not None and not hasattr(self, "capture_end_post"):
@@ -85,8 +85,9 @@ def capture_end_post(self: Any, original: Original) -> None:
 def begin_body(self: Any, original: Original, *args: Any, **kwargs: Any) -> None:
     """A conditional body (torch 2.12 on) is a capture of its own, into a graph and on a stream of its own."""
     original(self, *args, **kwargs)
-    if self._arena_capture is not None:
-        self._arena_capture.bodies.append(managed_here())
+    held = self._arena_capture
+    if held is not None:
+        held.bodies = [*(held.bodies or ()), managed_here()]
 
 
 def end_body(self: Any, original: Original) -> None:

@@ -61,7 +61,7 @@ cdef class ManagedCapture:
     cdef unsigned int epoch     # that it was made in
     cdef bint open              # between begin and seal
     cdef list scopes            # of the thread that began
-    cdef readonly list bodies   # the wrapper's note: the open conditional bodies, innermost last
+    cdef public list bodies     # the wrapper's note: the open conditional bodies, innermost last
     cdef here before            # what this thread had in managed_here when the capture began
     cdef fence *replays         # the streams that the graph was replayed on, not in `fences` yet; or NULL
     cdef size_t last            # the mark of the last replay, if there are any
@@ -249,6 +249,11 @@ cdef class ManagedCapture:
             if owners.entries[i].release == NULL and refers(<PyObject *>owners.entries[i].object, <PyObject *>graph):
                 cycles += 1
 
+    @property
+    def capturing(self):
+        """Whether its stream still captures it."""
+        return self.epoch == epoch and self.still_captures()
+
     cdef bint still_captures(self) noexcept:
         cdef uint64_t capture
         cdef CUgraph graph
@@ -314,7 +319,6 @@ def begin(stream=None):
     cdef ManagedCapture managed = ManagedCapture.__new__(ManagedCapture)
     need_driver()
     managed.scopes = scopes_here(True)
-    managed.bodies = []
     if not reclaimer_started:
         start_reclaimer()
     if not find_stream(stream, &handle) or not ask(handle, &capture, &graph):

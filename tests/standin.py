@@ -70,8 +70,13 @@ class _CUDAGraph:
         self.capturing = [driver.Graph()]
         self.stream.begin_capture(capture_error_mode, into=self.capturing[0])
 
-    def capture_end(self):
+    def _end_capture(self):
+        if current_stream() is not self.stream:
+            raise RuntimeError("Capture must end on the same stream it began on.")
         self.template = self.stream.end_capture()
+
+    def capture_end(self):
+        self._end_capture()
         if not self.keep:
             _CUDAGraph.instantiate(self)
             if not self.debug:
@@ -115,7 +120,7 @@ class _CUDAGraph:
 
 
 class _CUDAGraph212(_CUDAGraph):
-    """From torch 2.12 on there are conditional bodies, each captured on a stream of its own that is the current one meanwhile."""
+    """From torch 2.12 on there are conditional bodies, each captured on a stream of its own, current meanwhile."""
 
     def begin_capture_to_if_node(self, pred):
         body = self.capturing[-1].add_conditional()
@@ -140,7 +145,7 @@ class _CUDAGraph214(_CUDAGraph212):
     """From torch 2.14 on the end comes in two halves, and Python instantiates in between. Bodies may be loops, too."""
 
     def capture_end_pre(self):
-        self.template = self.stream.end_capture()
+        self._end_capture()
 
     def capture_end_post(self):
         if not self.keep:

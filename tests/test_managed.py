@@ -5,7 +5,7 @@ import threading
 import weakref
 
 import pytest
-from conftest import stays, until
+from conftest import run_python, stays, until
 
 import arena
 from arena._registry import begin
@@ -202,6 +202,164 @@ def test_an_abandoned_capture_lets_its_owners_go(cuda):
         stream.kernel()
         assert arena.retain(Owner(), stream)
     raw.graph.destroy()
+
+
+@pytest.mark.parametrize("dropped", [True, False])
+def test_a_managed_capture_ended_by_hand_is_to_be_dropped_before_a_raw_one_begins_there(cuda, dropped):
+    """A limit: the driver is not asked inside a managed capture, and nobody saw this one end."""
+    early, late = Owner(), Owner()
+    stream = cuda.Stream()
+    stream.begin_capture("relaxed")
+    capture = begin(stream)
+    stream.kernel()
+    arena.retain(early, stream)
+    stream.end_capture().destroy()  # behind the back of whoever holds `capture`
+    if dropped:
+        capture.drop()
+    alive = weakref.ref(late)
+    with stream.capture("relaxed") as raw:
+        stream.kernel()
+        assert arena.retain(late, stream)
+    del late
+    assert stays(lambda: alive() is not None, 0.02)
+    raw.graph.destroy()
+    if not dropped:
+        assert stays(lambda: alive() is not None, 0.02)  # it went to the capture that was begun before
+        capture.drop()
+    assert until(lambda: alive() is None)
+
+
+# ---- conditional bodies ----
+
+
+def begin_body(cuda, graph):
+    """A body of the graph under capture, captured on a stream of its own."""
+    body, stream = graph.add_conditional(), cuda.Stream()
+    stream.begin_capture("relaxed", into=body)
+    stream.kernel()
+    return stream
+
+
+@pytest.mark.parametrize("joined", [True, False])
+def test_a_body_that_joins_the_capture_around_it_hands_over_its_owners(simulated, joined):
+    """And the control: a raw body, which is exact, but held by the executable."""
+    owners = [Owner(), Owner()]
+    alive = [weakref.ref(each) for each in owners]
+    stream, graph = simulated.Stream(), simulated.Graph()
+    stream.begin_capture("relaxed", into=graph)
+    capture = begin(stream)
+    stream.kernel()
+    inside = begin_body(simulated, graph)
+    if joined:
+        body = begin(inside)
+    assert arena.retain(owners[0], inside)
+    if joined:
+        body.join(capture)
+        body.drop()
+    inside.end_capture()
+    inside.destroy()
+    assert arena.retain(owners[1], stream)
+    owners.clear()
+    capture.seal()
+    stream.end_capture()
+    executable = graph.instantiate()
+    capture.hold()
+    graph.destroy()
+    assert executable.owners == (not joined)
+    capture.drop()
+    assert until(lambda: alive[1]() is None)
+    assert (alive[0]() is None) == joined
+    executable.destroy()
+    assert until(lambda: alive[0]() is None)
+
+
+def test_a_body_of_a_captured_graph_is_exact_on_every_driver(cuda):
+    """Its owner goes with the parent's executable, not with the body's capture."""
+    alive = weakref.ref(owner := Owner())
+    graph = cuda.Graph()
+    inside = cuda.Stream()
+    with inside.capture("relaxed", into=graph.add_conditional()):
+        inside.kernel()
+        assert arena.retain(owner, inside)
+    del owner
+    executable = graph.instantiate()
+    assert stays(lambda: alive() is not None, 0.02)
+    graph.destroy()
+    assert stays(lambda: alive() is not None, 0.02)
+    executable.destroy()
+    assert until(lambda: alive() is None)
+
+
+def test_a_body_does_not_join_itself_nor_a_capture_that_has_ended(simulated):
+    alive = weakref.ref(owner := Owner())
+    stream, graph = simulated.Stream(), simulated.Graph()
+    stream.begin_capture("relaxed", into=graph)
+    capture = begin(stream)
+    inside = begin_body(simulated, graph)
+    body = begin(inside)
+    arena.retain(owner, inside)
+    del owner
+    with pytest.raises(ValueError, match="not a body of itself"):
+        body.join(body)
+    capture.seal()
+    stream.end_capture()
+    with pytest.raises(arena.CaptureError, match="ended before its conditional body"):
+        body.join(capture)
+    body.drop()
+    inside.end_capture()
+    assert stays(lambda: alive() is not None, 0.02)  # the body's graph holds it
+    graph.destroy()
+    capture.drop()
+    assert until(lambda: alive() is None)
+
+
+# ---- memory ----
+
+
+def test_a_clean_graph_keeps_less_than_a_kilobyte_beside_its_owners():
+    """Python's objects included. The control: what 100 more owners cost is seen, and is their entries."""
+    run = run_python(
+        """
+import arena
+from arena._registry import begin
+from arena.testing import simulated_driver
+from heap import heap_bytes
+
+owner = object()
+
+def per_graph(owners, count=2000):
+    kept = [None] * count
+    for number in range(-100, count):
+        stream.begin_capture("relaxed")
+        capture = begin(stream)
+        for _ in range(owners):
+            arena.retain(owner, stream)
+        capture.seal()
+        stream.end_capture().destroy()
+        capture.hold()
+        capture.note(stream.handle)
+        if number == 0:
+            before = heap_bytes()
+        kept[number] = capture
+    taken = heap_bytes() - before
+    for each in kept:
+        each.drop()
+    arena.reclaim(5)
+    return taken / count
+
+with simulated_driver() as cuda:
+    stream = cuda.Stream()
+    per_graph(1)
+    print(per_graph(1) - 16, per_graph(101) - 16)
+""",
+        timeout=60,
+        env={"PYTHONMALLOC": "malloc"},
+    )
+    assert run.returncode == 0, run.stderr
+    one, more = map(float, run.stdout.split())
+    print(f"{one:.0f} bytes a graph beside its owner")
+    assert 100 < one < 1024
+    assert 100 * 16 <= more - one <= 100 * 24
 
 
 def test_begin_needs_a_capture(cuda):
