@@ -181,7 +181,7 @@ debug = _registry.debug_level > 0 or os.environ.get("ARENA_DEBUG", "0") not in (
 way. Else only what an owner refers to directly is looked at, and counted in `arena.stats().cycles`."""
 
 FARTHEST, MOST = 8, 10_000  # references from an owner, and objects looked at for it
-NOT_FOLLOWED = (types.ModuleType, types.FrameType, types.CodeType, type, str, bytes, int, float)
+NOT_FOLLOWED: tuple[type, ...] = (types.ModuleType, types.FrameType, types.CodeType, type, str, bytes, int, float)
 
 
 def look_for_cycles(self: Any, held: _registry.ManagedCapture) -> None:
