@@ -259,12 +259,21 @@ SHIM = {"_tracker", "check_alive", "pool", "super", "replay"}
 def replaying(original: Original) -> Original:
     """`replay`, the one method on the hot path: no call that is not needed, torch's own shim included."""
     names = set(getattr(getattr(original, "__code__", None), "co_names", ()))
-    launch = getattr(torch._C._CUDAGraph, "replay", original)
-    plain, tracked = bool(names) and names <= SHIM, "_tracker" in names
+    launch = bare = getattr(torch._C._CUDAGraph, "replay", original) if names and names <= SHIM else original
+    if bare is not original and "_tracker" in names:
+
+        def launch(self: Any) -> Any:
+            return bare(self) if self._tracker is None else original(self)
 
     @functools.wraps(original)
     def replay(self: Any) -> Any:
         held = self._arena_capture
+        if held is not None and held.replayed() == 0:
+            return launch(self)
+        return slowly(self, held)
+
+    def slowly(self: Any, held: _registry.ManagedCapture | None) -> Any:
+        """The same for what is not managed, for another stream than the last time, and where torch does more."""
         if held is None:
             return original(self)
         external = held.replayed()
@@ -272,12 +281,11 @@ def replaying(original: Original) -> Original:
             if held.lazy:
                 self.instantiate()
             external = note(self, held)
-        if not external:
-            return launch(self) if plain and not (tracked and self._tracker is not None) else original(self)
         try:
             return original(self)
         finally:
-            held.launched()
+            if external:
+                held.launched()
 
     return replay
 
