@@ -208,7 +208,8 @@ def way_to(graph: Any, owner: Any) -> str | None:
             if each is graph:
                 return told_way(steps, graph)
             for referent in referents(each):
-                if id(referent) not in steps and not isinstance(referent, NOT_FOLLOWED) and len(steps) < MOST:
+                # By its type: a proxy that is asked for its class asks what may be gone.
+                if id(referent) not in steps and not issubclass(type(referent), NOT_FOLLOWED) and len(steps) < MOST:
                     steps[id(referent)] = referent, each
                     after.append(referent)
         level = after

@@ -667,6 +667,7 @@ def test_without_the_reference_nothing_is_counted_and_both_are_collected(cuda, g
     binding = Binding()
     binding.other = graphs.CUDAGraph()
     binding.weak, binding.function, binding.kind = weakref.ref(binding.other), lambda: graphs, type(binding)
+    binding.proxy = weakref.proxy(Owner())  # of something gone
     alive = weakref.ref(binding)
     graph = captured(graphs, cuda.Stream(), binding)
     assert arena.stats().cycles == before
