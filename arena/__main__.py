@@ -62,7 +62,10 @@ def doctor() -> int:
         print("\nThe driver is here, but no GPU was captured on.")
         return 1
     line("retain without stream", f"yes: torch's current stream, {torch.cuda.get_device_name()}")
-    line("torch graphs", "arena.torch can manage them: clean executables, fences behind replays")
+    from arena.torch import installed
+
+    done = "are managed in this process" if installed() else "not managed in this process: arena.torch.install() would"
+    line("torch graphs", f"{done} (clean executables, fences behind replays)")
     ok, text = one_capture(torch)
     line("a capture just now", text)
     return 0 if ok else 1

@@ -917,3 +917,16 @@ def test_owners_of_torchs_conditional_bodies_live_with_the_root_and_the_executab
     assert all(each() is not None for each in alive)
     graph.reset()
     assert until(lambda: all(each() is None for each in alive))
+
+
+def test_doctor_says_whether_torchs_graphs_are_managed(capsys):
+    from arena.__main__ import doctor
+
+    doctor()
+    assert "not managed in this process" in capsys.readouterr().out
+    arena.torch.install()
+    try:
+        doctor()
+    finally:
+        arena.torch.uninstall()
+    assert "are managed in this process" in capsys.readouterr().out
