@@ -329,8 +329,8 @@ from heap import heap_bytes
 owner = object()
 
 def per_graph(owners, count=2000):
-    kept = [None] * count
-    for number in range(-100, count):
+    kept = [None] * (count + 100)
+    for number in range(count + 100):
         stream.begin_capture("relaxed")
         capture = begin(stream)
         for _ in range(owners):
@@ -339,7 +339,7 @@ def per_graph(owners, count=2000):
         stream.end_capture().destroy()
         capture.hold()
         capture.note(stream.handle)
-        if number == 0:
+        if number == 100:
             before = heap_bytes()
         kept[number] = capture
     taken = heap_bytes() - before
