@@ -199,7 +199,7 @@ cdef class Block:
             whole = self.base if self.nbytes % size == 0 else self.base[: self.nbytes // size * size]
             typed = whole.view(dtype)
             base = (typed, typed.storage_offset(), size)
-            if keep:
+            if keep and type(typed) is exact_tensor:
                 self.typed[(dtype, modes)] = base
         strides = PyTuple_New(len(shape))
         for i in range(len(shape) - 1, -1, -1):
@@ -420,7 +420,7 @@ cdef bint find_ubatching() except -1:
     return True
 
 
-cdef Py_ssize_t ubatch_of_thread() except -1:
+cdef Py_ssize_t ubatch_of_thread() except? -1:
     """What vLLM's own function does: no thread has an ubatch, or this one must."""
     cdef PyObject *found = PyDict_GetItemWithError(ubatching, threads_name)
     if found == NULL or PyDict_GET_SIZE(<object>found) == 0:
@@ -554,7 +554,7 @@ cdef class Requests:
             raise IndexError(f"workspace slot {index}: the manager has {len(self.blocks.slots)}")
         return index
 
-    cdef inline Py_ssize_t ubatch_here(self) except -1:
+    cdef inline Py_ssize_t ubatch_here(self) except? -1:
         """What the function says that the module has now; without a call if it is vLLM's own, or ours."""
         if self.ubatch_now == <PyObject *>own_ubatch:
             if ubatching is None and not find_ubatching():
