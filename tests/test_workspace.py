@@ -1,0 +1,1470 @@
+"""The workspace beside vLLM's module, on a CPU: what its callers rely on, what is better, and that no request is served from
+what another one left behind. What graphs hold is in test_workspace_graphs.py, real GPUs in test_workspace_gpu.py."""
+
+import contextvars
+import gc
+import inspect
+import itertools
+import logging
+import math
+import os
+import random
+import sys
+import threading
+import weakref
+from contextlib import contextmanager
+
+import pytest
+from conftest import run_python
+
+torch = pytest.importorskip("torch")
+
+import stock  # noqa: E402
+from hypothesis import given, settings  # noqa: E402
+from hypothesis import strategies as st  # noqa: E402
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode  # noqa: E402
+from torch.multiprocessing.reductions import StorageWeakRef  # noqa: E402
+from torch.overrides import TorchFunctionMode  # noqa: E402
+
+import arena  # noqa: E402
+from arena import workspace  # noqa: E402
+from arena.workspace import WorkspaceManager  # noqa: E402
+
+CPU = torch.device("cpu")
+KB = 1024
+bf16, u8, i32, f32 = torch.bfloat16, torch.uint8, torch.int32, torch.float32
+MOE = (((32, 128), bf16), ((32, 64), bf16))
+
+
+@pytest.fixture(autouse=True)
+def no_manager_left():
+    workspace.reset_workspace_manager()
+    yield
+    workspace.reset_workspace_manager()
+
+
+@pytest.fixture(params=[False, True], ids=["new", "reuse"])
+def manager(request):
+    """Both ways of serving what was seen before."""
+    return WorkspaceManager(CPU, reuse_views=request.param)
+
+
+def block_of(manager, place=0):
+    return manager._current_workspaces[place]
+
+
+def size_of(manager, place=0):
+    block = block_of(manager, place)
+    return 0 if block is None else block.numel()
+
+
+def grow(manager, nbytes):
+    return manager.get_simultaneous(((nbytes,), u8))[0]
+
+
+def storage(tensor):
+    return tensor.untyped_storage()._cdata
+
+
+def serve_thrice(manager, *specs):
+    """New, seen once, seen twice: the three ways through the request path."""
+    return [manager.get_simultaneous(*specs) for _ in range(3)]
+
+
+# ---- the interface ----
+
+# vLLM 0.33's: names, kinds and defaults of the parameters. "*": keyword only from here; ours may have more of those.
+INTERFACE = {
+    "use_workspace_lane": "lane",
+    "is_workspace_manager_initialized": "",
+    "current_workspace_manager": "",
+    "init_workspace_manager": "device num_ubatches=None num_lanes=1 alloc_context=nullcontext",
+    "lock_workspace": "",
+    "unlock_workspace": "",
+    "reset_workspace_manager": "",
+    "WorkspaceManager": "device num_ubatches=None num_lanes=1 alloc_context=nullcontext",
+    "WorkspaceManager._workspace_size_bytes": "workspace",
+    "WorkspaceManager.lock": "self",
+    "WorkspaceManager.unlock": "self",
+    "WorkspaceManager.is_locked": "self",
+    "WorkspaceManager._get_workspace_id": "self",
+    "WorkspaceManager.get_persistent_resource": "self key factory",
+    "WorkspaceManager.get_persistent": "self key shape dtype * zero_init=False",
+    "WorkspaceManager.get_simultaneous": "self *shapes_and_dtypes",
+    "WorkspaceManager._ensure_workspace_size": "self required_bytes",
+}
+
+
+def parameters(function, known=None):
+    words = []
+    for each in inspect.signature(function).parameters.values():
+        if each.kind is each.KEYWORD_ONLY:
+            if known is not None and each.name not in known:
+                assert each.default is not each.empty, f"{each.name} would have to be given"
+                continue
+            if "*" not in words:
+                words.append("*")
+        word = f"*{each.name}" if each.kind is each.VAR_POSITIONAL else each.name
+        if each.default is not each.empty:
+            word += f"={getattr(each.default, '__name__', each.default)}"
+        words.append(word)
+    return " ".join(words)
+
+
+def named(module, path):
+    for name in path.split("."):
+        module = getattr(module, name)
+    return module
+
+
+@pytest.mark.parametrize("name", INTERFACE)
+def test_every_name_of_vllms_module_is_there_with_its_parameters(name):
+    assert parameters(named(workspace, name), INTERFACE[name]) == INTERFACE[name]
+
+
+def test_the_recorded_interface_is_vllms():
+    theirs = stock.module()
+    if theirs is None:
+        pytest.skip(stock.why[0])
+    assert {name: parameters(named(theirs, name)) for name in INTERFACE} == INTERFACE
+    public = {name for name, value in vars(theirs).items() if getattr(value, "__module__", "") == theirs.__name__}
+    assert {name.split(".")[0] for name in INTERFACE} == {name for name in public if not name.startswith("_")}
+
+
+def test_what_all_promises_is_there():
+    assert all(hasattr(workspace, name) for name in workspace.__all__)
+
+
+def test_attributes_that_callers_read_are_vllms():
+    manager = WorkspaceManager(CPU, 2, 3)
+    assert (manager._device, manager._num_ubatches, manager._num_lanes, manager._locked) == (CPU, 2, 3, False)
+    assert manager._current_workspaces == [None] * 6
+    assert manager._persistent_resources == [{}] * 6
+
+
+def test_the_result_is_a_list_of_its_own(manager):
+    seen = serve_thrice(manager, *MOE)
+    assert all(type(each) is list for each in seen)
+    seen[0].clear()
+    seen[1].append(None)
+    assert [len(each) for each in seen] == [0, 3, 2]
+    assert len(manager.get_simultaneous(*MOE)) == 2
+
+
+# ---- globals are looked up at each call ----
+
+
+def test_the_manager_may_be_replaced_by_anything(monkeypatch):
+    assert not workspace.is_workspace_manager_initialized()
+    with pytest.raises(AssertionError, match="WorkspaceManager not initialized. Call init_workspace_manager"):
+        workspace.current_workspace_manager()
+    theirs = object()
+    monkeypatch.setattr(workspace, "_manager", theirs)
+    assert workspace.current_workspace_manager() is theirs
+    assert workspace.is_workspace_manager_initialized()
+    monkeypatch.undo()
+    assert not workspace.is_workspace_manager_initialized()
+
+
+def test_the_ubatch_function_may_be_replaced_at_any_time(monkeypatch):
+    manager = WorkspaceManager(CPU, 3)
+    here = [storage(serve_thrice(manager, *MOE)[-1][0])]
+    for ubatch in (1, 2):
+        monkeypatch.setattr(workspace, "dbo_current_ubatch_id", lambda ubatch=ubatch: ubatch)
+        here.append(storage(serve_thrice(manager, *MOE)[-1][0]))
+    assert here == [storage(block_of(manager, place)) for place in range(3)]
+    assert len(set(here)) == 3
+    for _ in range(3):  # there and back, without anything else between
+        monkeypatch.setattr(workspace, "dbo_current_ubatch_id", lambda: 1)
+        assert storage(manager.get_simultaneous(*MOE)[0]) == here[1]
+        monkeypatch.undo()
+        assert storage(manager.get_simultaneous(*MOE)[0]) == here[0]
+
+
+def test_the_ubatch_function_is_called_each_time(monkeypatch):
+    manager = WorkspaceManager(CPU, 2)
+    now, here = [0], []
+    monkeypatch.setattr(workspace, "dbo_current_ubatch_id", lambda: now[0])
+    for now[0] in [0, 1] * 4:  # noqa: B020 - the function answers what the loop sets
+        here.append(storage(manager.get_simultaneous(*MOE)[0]))
+    assert here[0::2] == here[:1] * 4
+    assert here[1::2] == here[1:2] * 4
+    assert here[0] != here[1]
+
+
+@pytest.mark.parametrize("kind", ["ContextVar", "anything with get()"])
+def test_the_lane_may_be_replaced_at_any_time(monkeypatch, kind):
+    manager = WorkspaceManager(CPU, 1, 2)
+    before = storage(serve_thrice(manager, *MOE)[-1][0])
+
+    class Lane:
+        @staticmethod
+        def get():
+            return 1
+
+    theirs = contextvars.ContextVar("theirs", default=1) if kind == "ContextVar" else Lane()
+    monkeypatch.setattr(workspace, "_workspace_lane", theirs)
+    assert storage(manager.get_simultaneous(*MOE)[0]) == storage(block_of(manager, 1)) != before
+    monkeypatch.undo()
+    assert storage(manager.get_simultaneous(*MOE)[0]) == before
+
+
+def test_an_ubatch_that_the_manager_has_not_is_an_index_error(monkeypatch):
+    manager = WorkspaceManager(CPU, 2)
+    for ubatch in (2, -1):
+        monkeypatch.setattr(workspace, "dbo_current_ubatch_id", lambda ubatch=ubatch: ubatch)
+        for ask in (
+            lambda: manager.get_simultaneous(*MOE),
+            lambda: manager.get_persistent("k", (1,), f32),
+            manager.available_bytes,
+        ):
+            with pytest.raises(IndexError):
+                ask()
+
+
+def test_empty_cache_is_looked_up_at_each_growth(monkeypatch, manager):
+    calls = []
+    for name in ("first", "second"):
+        monkeypatch.setattr(torch.accelerator, "empty_cache", lambda name=name: calls.append(name))
+        grow(manager, size_of(manager) + KB)
+        grow(manager, size_of(manager))
+    assert calls == ["first", "second"]
+
+
+# ---- forms of arguments ----
+
+
+@pytest.mark.parametrize("device", [torch.device("cpu"), "cpu", 0, "cuda:1", torch.device("meta")])
+def test_the_device_is_given_to_torch_as_it_is(monkeypatch, device):
+    empty, asked = torch.empty, []
+
+    def recording(*args, device, **options):
+        asked.append(device)
+        return empty(*args, **options)
+
+    monkeypatch.setattr(torch, "empty", recording)
+    manager = WorkspaceManager(device)
+    manager.get_simultaneous(*MOE)
+    manager.get_persistent("lock", (4,), i32)
+    assert asked == [device, device]
+    assert all(each is device for each in asked)
+
+
+def test_a_meta_workspace_costs_no_memory():
+    seen = serve_thrice(WorkspaceManager("meta"), ((1 << 50,), u8), ((7,), f32))
+    assert all(each[0].is_meta and each[0].shape == (1 << 50,) and each[1].dtype == f32 for each in seen)
+
+
+class Index:
+    def __init__(self, value):
+        self.value = value
+
+    def __index__(self):
+        return self.value
+
+
+def shape_forms():
+    yield "tuple", (4, 8)
+    yield "list", [4, 8]
+    yield "torch.Size", torch.Size([4, 8])
+    yield "range", range(4, 9, 4)
+    yield "tensor", torch.tensor([4, 8])
+    yield "indexes", (Index(4), Index(8))
+    try:
+        import numpy as np
+    except ImportError:
+        return
+    yield "numpy ints", (np.int64(4), np.int32(8))
+    yield "numpy array", np.array([4, 8])
+
+
+@pytest.mark.parametrize("shape", [each[1] for each in shape_forms()], ids=[each[0] for each in shape_forms()])
+def test_a_shape_is_any_sequence_of_ints(manager, shape):
+    for first, second in serve_thrice(manager, (shape, f32), (shape, u8)):
+        assert first.shape == second.shape == torch.Size([4, 8])
+        assert second.data_ptr() - first.data_ptr() == 256
+
+
+def test_a_pair_may_be_a_list(manager):
+    assert [each[0].shape for each in serve_thrice(manager, [(2, 3), f32])] == [(2, 3)] * 3
+
+
+DTYPES = sorted({each for each in vars(torch).values() if isinstance(each, torch.dtype)}, key=str)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_every_dtype_of_torch_is_served_like_a_view(manager, dtype):
+    for before, view, after in serve_thrice(manager, ((3,), u8), ((5, 3), dtype), ((), i32)):
+        expected = block_of(manager)[256 : 256 + 15 * dtype.itemsize].view(dtype).reshape(5, 3)
+        assert (view.dtype, view.shape, view.stride(), view.data_ptr()) == (
+            expected.dtype,
+            expected.shape,
+            expected.stride(),
+            expected.data_ptr(),
+        )
+        assert (before.shape, after.shape, after.data_ptr() % 256) == ((3,), (), block_of(manager).data_ptr() % 256)
+
+
+@pytest.mark.parametrize("shape", [(), (0,), (1,), (3, 0, 2), (0, 0), (1, 1, 1, 1, 1)])
+def test_small_and_empty_shapes(manager, shape):
+    grow(manager, KB)
+    for view, next_ in serve_thrice(manager, (shape, f32), ((2,), f32)):
+        assert (view.shape, view.is_contiguous(), view.numel()) == (shape, True, math.prod(shape))
+        assert next_.data_ptr() == block_of(manager).data_ptr() + (256 if view.numel() else 0)
+
+
+# ---- locking ----
+
+
+def test_the_lock_error_names_sizes_and_caller(manager):
+    grow(manager, 3 * KB * KB)
+    manager.lock()
+    assert manager.is_locked()
+    with pytest.raises(AssertionError) as seen:
+        grow(manager, 12 * KB * KB)
+    frame = inspect.getsourcelines(grow)[1] + 1
+    assert str(seen.value) == (
+        f"Workspace is locked but allocation from 'test_workspace.py:{frame}:grow' requires 12.00 MB, "
+        "current size is 3.00 MB. Workspace growth is not allowed after locking."
+    )
+    assert size_of(manager) == 3 * KB * KB
+    manager.unlock()
+    assert not manager.is_locked()
+    assert grow(manager, 12 * KB * KB).numel() == 12 * KB * KB
+
+
+def test_vllms_lock_error_is_the_same(monkeypatch):
+    theirs = stock.module()
+    if theirs is None:
+        pytest.skip(stock.why[0])
+    monkeypatch.setattr(torch.accelerator, "empty_cache", lambda: None)
+    texts = []
+    for kind in (theirs.WorkspaceManager, WorkspaceManager):
+        each = kind(CPU)
+        each.get_simultaneous(*MOE)
+        each.lock()
+        with pytest.raises(AssertionError) as seen:
+            each.get_simultaneous(((1 << 20,), f32))
+        texts.append(str(seen.value))
+        with pytest.raises(AssertionError) as seen:
+            each.get_persistent("x", (1,), f32)
+        texts.append(str(seen.value))
+    assert texts[:2] == texts[2:]
+
+
+def test_a_locked_workspace_goes_on_serving_what_fits(manager):
+    """B2: the refusal changes nothing."""
+    base = grow(manager, 3 * KB).data_ptr()
+    manager.lock()
+    for _ in range(3):
+        with pytest.raises(AssertionError, match="Workspace is locked"):
+            grow(manager, 12 * KB)
+        assert grow(manager, 2 * KB).data_ptr() == base
+    assert manager.is_locked()
+    assert size_of(manager) == 3 * KB
+
+
+def test_locking_by_the_modules_functions():
+    workspace.init_workspace_manager(CPU)
+    manager = workspace.current_workspace_manager()
+    workspace.lock_workspace()
+    assert manager.is_locked()
+    workspace.unlock_workspace()
+    assert not manager.is_locked()
+
+
+@pytest.mark.parametrize("value", ["1", "0"])
+def test_the_debug_variable_is_read_at_each_use(monkeypatch, caplog, value):
+    caplog.set_level(logging.INFO)
+    manager = WorkspaceManager(CPU)
+    grow(manager, KB)
+    assert not caplog.records
+    monkeypatch.setenv("VLLM_DEBUG_WORKSPACE", value)
+    grow(manager, 2 * KB * KB)
+    manager.lock()
+    manager.unlock()
+    monkeypatch.delenv("VLLM_DEBUG_WORKSPACE")
+    manager.lock()
+    said = [each.getMessage() for each in caplog.records]
+    frame = inspect.getsourcelines(grow)[1] + 1
+    assert said == (
+        [
+            f"[WORKSPACE DEBUG] Resized workspace from 'test_workspace.py:{frame}:grow': 0.00 MB -> 2.00 MB (ubatch 0, lane 0)",
+            "[WORKSPACE DEBUG] Workspace locked. Current sizes: [2.0]",
+            "[WORKSPACE DEBUG] Workspace unlocked. Current sizes: [2.0]",
+        ]
+        if value == "1"
+        else []
+    )
+
+
+# ---- growth ----
+
+
+def test_views_and_caches_drop_at_growth(manager):
+    for rows in range(100):
+        serve_thrice(manager, ((rows, 8), f32))
+    old = StorageWeakRef(block_of(manager).untyped_storage())
+    grow(manager, 2 * size_of(manager))
+    assert old.expired()
+
+
+def test_what_nobody_holds_is_freed_before_the_larger_block_is_allocated(monkeypatch, manager):
+    serve_thrice(manager, ((64 * KB,), u8))
+    old = StorageWeakRef(block_of(manager).untyped_storage())
+    empty, freed = torch.empty, []
+    monkeypatch.setattr(torch, "empty", lambda *args, **options: (freed.append(old.expired()), empty(*args, **options))[1])
+    grow(manager, 128 * KB)
+    assert freed == [True]
+
+
+def test_blocks_are_allocated_in_the_callers_context(manager):
+    entered = []
+
+    @contextmanager
+    def pool():
+        entered.append("in")
+        yield
+        entered.append("out")
+
+    manager = WorkspaceManager(CPU, alloc_context=pool)
+    assert entered == []
+    serve_thrice(manager, *MOE)
+    assert entered == ["in", "out"]
+
+
+def test_only_the_current_slot_grows():
+    manager = WorkspaceManager(CPU, 2, 2)
+    for lane in (0, 1):
+        for ubatch in (0, 1):
+            with workspace.use_workspace_lane(lane), workspace.use_workspace_ubatch_id(ubatch):
+                grow(manager, KB)
+    before = [block_of(manager, place) for place in range(4)]
+    with workspace.use_workspace_lane(1):
+        grow(manager, 4 * KB)
+    after = [block_of(manager, place) for place in range(4)]
+    assert [a is b for a, b in zip(after, before, strict=True)] == [True, False, True, True]
+
+
+def test_slots_may_be_set_and_read_like_a_list(manager):
+    """What vLLM's own code and tests do with `_current_workspaces`."""
+    serve_thrice(manager, *MOE)
+    theirs = torch.zeros(64 * KB, dtype=u8)
+    manager._current_workspaces[0] = theirs
+    for views in serve_thrice(manager, *MOE):
+        assert storage(views[0]) == storage(theirs)
+    manager._current_workspaces[0] = None
+    assert manager.available_bytes() == 0
+    assert storage(manager.get_simultaneous(*MOE)[0]) != storage(theirs)
+    manager._current_workspaces = [None]
+    assert manager._current_workspaces == [None]
+    assert manager.available_bytes() == 0
+
+
+# ---- better than vLLM's ----
+
+
+def test_a_request_for_no_bytes_needs_no_block(manager):
+    for views in serve_thrice(manager, ((0,), f32), ((4, 0), bf16)):
+        assert [(each.shape, each.dtype) for each in views] == [((0,), f32), ((4, 0), bf16)]
+    assert block_of(manager) is None
+    assert manager.get_simultaneous() == []
+
+
+def test_vllms_own_fails_on_it(monkeypatch):
+    theirs = stock.module()
+    if theirs is None:
+        pytest.skip(stock.why[0])
+    monkeypatch.setattr(torch.accelerator, "empty_cache", lambda: None)
+    with pytest.raises(TypeError):
+        theirs.WorkspaceManager(CPU).get_simultaneous(((0,), f32))
+
+
+class OutOfMemory(RuntimeError):
+    pass
+
+
+@contextmanager
+def memory_ends(monkeypatch, above):
+    """torch.empty refuses more than that many bytes."""
+    empty = torch.empty
+
+    def limited(*args, **options):
+        if math.prod(args[0] if isinstance(args[0], tuple) else args) > above:
+            raise OutOfMemory("out of memory")
+        return empty(*args, **options)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(torch, "empty", limited)
+        yield
+
+
+@pytest.mark.parametrize("held", [False, True], ids=["unheld", "held by a view"])
+def test_a_failed_growth_leaves_the_slot_what_it_was(monkeypatch, manager, held):
+    view = serve_thrice(manager, ((8 * KB,), u8))[-1][0]
+    address = view.data_ptr()
+    if not held:
+        view = None
+    for _ in range(2):
+        with memory_ends(monkeypatch, 8 * KB), pytest.raises(OutOfMemory, match="out of memory"):
+            grow(manager, 16 * KB)
+        assert size_of(manager) == manager.available_bytes() == 8 * KB
+    served = [each[0] for each in serve_thrice(manager, ((8 * KB,), u8))]
+    assert {each.data_ptr() for each in served} == {block_of(manager).data_ptr()}
+    if held:
+        assert block_of(manager).data_ptr() == address
+        view.fill_(7)
+        assert served[0][123] == 7
+    assert grow(manager, 16 * KB).numel() == 16 * KB
+
+
+def test_vllms_way_leaves_the_slot_empty(monkeypatch):
+    """The control."""
+    model = stock.Model()
+    model.get_simultaneous(((8 * KB,), u8))
+    with memory_ends(monkeypatch, 8 * KB), pytest.raises(OutOfMemory):
+        model.get_simultaneous(((16 * KB,), u8))
+    assert model.block is None
+
+
+def test_an_allocation_context_that_fails_leaves_the_slot_what_it_was(manager):
+    fail = [False]
+
+    @contextmanager
+    def pool():
+        if fail[0]:
+            fail[0] = False
+            raise OutOfMemory("no room in the pool")
+        yield
+
+    manager = WorkspaceManager(CPU, alloc_context=pool)
+    grow(manager, 8 * KB)
+    fail[0] = True
+    with pytest.raises(OutOfMemory, match="no room in the pool"):
+        grow(manager, 16 * KB)
+    assert size_of(manager) == 8 * KB
+    assert grow(manager, 16 * KB).numel() == 16 * KB
+
+
+def test_when_even_the_old_size_is_gone_the_slot_is_empty_and_says_so(monkeypatch, manager, caplog):
+    grow(manager, 8 * KB)
+    with memory_ends(monkeypatch, 0), pytest.raises(OutOfMemory):
+        grow(manager, 16 * KB)
+    assert block_of(manager) is None
+    assert "8192 bytes is empty" in caplog.text
+    assert grow(manager, KB).numel() == KB
+
+
+def test_a_failing_empty_cache_leaves_the_slot_what_it_was(monkeypatch, manager):
+    grow(manager, 8 * KB)
+
+    def broken():
+        raise OutOfMemory("cache")
+
+    monkeypatch.setattr(torch.accelerator, "is_available", lambda: True)
+    monkeypatch.setattr(torch.accelerator, "empty_cache", broken)
+    with pytest.raises(OutOfMemory, match="cache"):
+        grow(manager, 16 * KB)
+    assert size_of(manager) == 8 * KB
+
+
+def test_initialising_again_leaves_views_what_they_are(caplog):
+    workspace.init_workspace_manager(CPU)
+    view = grow(workspace.current_workspace_manager(), KB).fill_(3)
+    old = weakref.ref(workspace.current_workspace_manager())
+    workspace.init_workspace_manager("cpu", 2)
+    assert "WorkspaceManager already initialized on device cpu, reinitializing on device cpu" in caplog.text
+    assert old() is None
+    other = grow(workspace.current_workspace_manager(), KB).fill_(9)
+    assert (view == 3).all()
+    assert (other == 9).all()
+
+
+@pytest.mark.parametrize(
+    "shape",
+    [(-1,), (4, -1), (-1, -1), (-(2**70),), (2**62, 4), (2**63,), (2**70,), (2**32, 2**32), (2**63 - 1,)],
+)
+def test_negative_and_overflowing_sizes_are_value_errors(manager, shape):
+    serve_thrice(manager, *MOE)
+    address = block_of(manager).data_ptr()
+    for _ in range(2):
+        with pytest.raises(ValueError, match=r"negative size|more bytes than an address space") as seen:
+            manager.get_simultaneous(((4,), f32), (shape, f32))
+        assert str(shape) in str(seen.value)
+    with pytest.raises(ValueError, match=r"negative size|more bytes"):
+        manager.reserve_all((shape, f32))
+    assert block_of(manager).data_ptr() == address
+
+
+def test_sizes_that_overflow_only_together_are_value_errors(manager):
+    with pytest.raises(ValueError, match="more bytes"):
+        manager.get_simultaneous(((2**62,), u8), ((2**62,), u8))
+
+
+@pytest.mark.parametrize(
+    "spec",
+    [
+        5,
+        None,
+        (),
+        ((4,),),
+        ((4,), f32, 1),
+        (4, f32),
+        ("44", f32),
+        ((4.0,), f32),
+        ((None,), f32),
+        ((4,), "float32"),
+        ((4,), float),
+        (f32, (4,)),
+        "ab",
+    ],
+    ids=repr,
+)
+def test_what_is_no_request_is_a_type_error(manager, spec):
+    serve_thrice(manager, *MOE)
+    with pytest.raises(TypeError, match="a workspace request is made of"):
+        manager.get_simultaneous(spec)
+    with pytest.raises(TypeError, match="a workspace request is made of"):
+        manager.get_simultaneous(((4,), f32), spec)
+    with pytest.raises(TypeError):
+        manager.get_simultaneous(shapes_and_dtypes=())
+
+
+def test_the_request_that_made_a_slot_as_large_as_it_is_can_be_asked():
+    """B16: needs 1, 112 and 3 MiB; who asked for 112?"""
+    manager = WorkspaceManager("meta")
+
+    def the_largest():
+        manager.get_simultaneous(((112, KB, KB), u8))
+
+    grow(manager, KB * KB)
+    the_largest()
+    grow(manager, 3 * KB * KB)
+    (slot,) = manager._current_workspaces.parts
+    nbytes, specs, site = slot.high
+    line = inspect.getsourcelines(the_largest)[1] + 1
+    assert (nbytes, specs) == (112 * KB * KB, (((112, KB, KB), u8),))
+    assert site == f"test_workspace.py:{line}:the_largest"
+
+
+# ---- what was seen before is served safely ----
+
+
+def test_views_are_new_objects_by_default():
+    manager = WorkspaceManager(CPU)
+    seen = [each[0] for each in serve_thrice(manager, *MOE) + serve_thrice(manager, *MOE)]
+    assert len({id(each) for each in seen}) == 6
+    assert len({each.data_ptr() for each in seen}) == 1
+    seen[0].marked = True
+    assert not any(hasattr(each, "marked") for each in seen[1:])
+
+
+def test_views_are_the_same_objects_where_the_caller_asks_for_it(monkeypatch):
+    for manager in (WorkspaceManager(CPU, reuse_views=True), from_environment(monkeypatch)):
+        with torch.no_grad():
+            first, *others = serve_thrice(manager, *MOE)
+        assert all(a is b for each in others for a, b in zip(first, each, strict=True))
+
+
+def from_environment(monkeypatch):
+    monkeypatch.setenv("ARENA_REUSE_VIEWS", "1")
+    return WorkspaceManager(CPU)
+
+
+def test_what_the_caller_chose_wins_over_the_environment(monkeypatch):
+    monkeypatch.setenv("ARENA_REUSE_VIEWS", "1")
+    assert not WorkspaceManager(CPU, reuse_views=False).reuse_views
+    monkeypatch.setenv("ARENA_REUSE_VIEWS", "0")
+    assert not WorkspaceManager(CPU).reuse_views
+
+
+class Naive:
+    """The control: views kept by request, and nothing else."""
+
+    def __init__(self):
+        self.model, self.kept = stock.Model(), {}
+
+    def get_simultaneous(self, *specs):
+        if specs not in self.kept:
+            self.kept[specs] = self.model.get_simultaneous(*specs)
+        return list(self.kept[specs])
+
+
+CHANGES = {
+    "set_ to other memory": lambda view: view.set_(torch.zeros(32, 128, dtype=bf16)),
+    "set_ to another offset": lambda view: view.set_(view.untyped_storage(), 128, view.shape, view.stride()),
+    "resize_ smaller": lambda view: view.resize_(4, 4),
+    "resize_ larger": lambda view: view.resize_(1024, 1024),
+    ".data = other": lambda view: setattr(view, "data", torch.ones(32, 128, dtype=bf16)),
+    ".data = other shape": lambda view: setattr(view, "data", torch.ones(2, dtype=bf16)),
+    "transpose_": lambda view: view.t_(),
+    "unsqueeze_": lambda view: view.unsqueeze_(0),
+    "as_strided_": lambda view: view.as_strided_((128, 32), (32, 1)),
+}
+
+
+def described(view):
+    return view.shape, view.stride(), view.dtype, view.data_ptr(), view.untyped_storage().data_ptr()
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_a_change_of_a_view_is_never_served_to_the_next_caller(manager, change):
+    with torch.no_grad():
+        right = [described(each) for each in serve_thrice(manager, *MOE)[-1]]
+        for _ in range(3):
+            CHANGES[change](manager.get_simultaneous(*MOE)[0])
+            for views in serve_thrice(manager, *MOE):
+                # resize_ beyond the storage enlarges the block itself, and may move it
+                if change == "resize_ larger":
+                    right = [described(each) for each in stock_views(block_of(manager), *MOE)]
+                assert [described(each) for each in views] == right
+
+
+def stock_views(block, *specs):
+    model = stock.Model()
+    model.block = block
+    return model.get_simultaneous(*specs)
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_a_naive_cache_serves_it(change):
+    """The control."""
+    naive = Naive()
+    with torch.no_grad():
+        right = [described(each) for each in naive.get_simultaneous(*MOE)]
+        CHANGES[change](naive.get_simultaneous(*MOE)[0])
+        assert [described(each) for each in naive.get_simultaneous(*MOE)] != right
+
+
+def test_a_fake_tensor_is_never_kept(manager):
+    """Neither in the slot, nor as a view, nor as what views are made from."""
+    real = grow(manager, 64 * KB).data_ptr()
+    for dtype, known in itertools.product((f32, bf16, u8), (0, 2)):
+        spec = ((8 + known, 4), dtype)
+        for _ in range(known):
+            manager.get_simultaneous(spec)
+        with FakeTensorMode(allow_non_fake_inputs=True):
+            assert all(isinstance(each[0], FakeTensor) for each in serve_thrice(manager, spec))
+        for views in serve_thrice(manager, spec):
+            assert (type(views[0]), views[0].data_ptr()) == (torch.Tensor, real)
+
+
+def test_a_request_under_a_fake_mode_does_not_fill_the_slot(manager):
+    with FakeTensorMode():
+        assert all(isinstance(each, FakeTensor) for views in serve_thrice(manager, *MOE) for each in views)
+    assert block_of(manager) is None
+    for views in serve_thrice(manager, *MOE):
+        assert [type(each) for each in views] == [torch.Tensor, torch.Tensor]
+
+
+def test_vllms_way_fills_the_slot_with_it():
+    """The control."""
+    model = stock.Model()
+    with FakeTensorMode():
+        model.get_simultaneous(*MOE)
+    assert isinstance(model.block, FakeTensor)
+
+
+def test_grad_and_inference_modes_do_not_share_views(manager):
+    modes = {
+        "grad": torch.enable_grad,
+        "no_grad": torch.no_grad,
+        "inference": torch.inference_mode,
+    }
+    kept = {}
+    for name, mode in itertools.chain(modes.items(), modes.items()):
+        with mode():
+            views = [each[0] for each in serve_thrice(manager, *MOE)]
+            like = stock_views(block_of(manager), *MOE)[0]
+            for view in views:
+                assert (view.is_inference(), view.requires_grad) == (like.is_inference(), like.requires_grad)
+            kept.setdefault(name, set()).update(id(each) for each in views if manager.reuse_views)
+            kept.setdefault("objects", []).extend(views)
+    assert not kept["no_grad"] & kept["inference"]
+    if manager.reuse_views:
+        assert len(kept["no_grad"]) == len(kept["inference"]) == 1
+        assert len(kept["grad"]) == 6  # where gradients are recorded nothing is handed out twice
+
+
+def test_a_history_is_not_served_to_the_next_caller(manager):
+    weight = torch.ones(4, requires_grad=True)
+    for _ in range(4):
+        view = manager.get_simultaneous(((4,), f32))[0]
+        assert not view.requires_grad
+        assert view.grad_fn is None
+        view.copy_(weight * 2)
+
+
+def test_a_view_made_in_inference_mode_is_usable_outside(manager):
+    """A block allocated in either mode is served in both."""
+    with torch.inference_mode():
+        serve_thrice(manager, *MOE)
+    for views in serve_thrice(manager, *MOE):
+        views[0].detach()
+    with torch.inference_mode():
+        for views in serve_thrice(manager, *MOE):
+            views[0].fill_(2)
+
+
+def test_a_working_set_of_64_requests_is_never_looked_up_anew():
+    manager = WorkspaceManager(CPU, reuse_views=True)
+    grow(manager, 64 * KB)
+    requests = [(((rows, 8), f32), ((rows,), i32)) for rows in range(1, 65)]
+    with torch.inference_mode():
+        first = [manager.get_simultaneous(*each) for each in requests]
+        for seed in range(20):
+            order = list(range(64))
+            random.Random(seed).shuffle(order)
+            for place in order:
+                again = manager.get_simultaneous(*requests[place])
+                assert all(a is b for a, b in zip(again, first[place], strict=True))
+
+
+def test_what_is_kept_is_bounded():
+    manager = WorkspaceManager(CPU, reuse_views=True)
+    grow(manager, 64 * KB)
+    alive = weakref.WeakSet()
+    with torch.inference_mode():
+        for rows in range(2000):
+            alive.update(manager.get_simultaneous(((rows,), u8)))
+            assert len(alive) <= 257, rows
+    assert len(alive) > 64
+    grow(manager, 128 * KB)
+    assert len(alive) == 0
+
+
+def test_default_views_are_kept_from_the_second_time_on_and_bounded():
+    manager = WorkspaceManager(CPU)
+    grow(manager, 64 * KB)
+    gc.collect()
+
+    def tensors():
+        return sum(type(each) is torch.Tensor for each in gc.get_objects())
+
+    before = tensors()
+    for rows in range(1000):
+        manager.get_simultaneous(((rows,), u8))
+    assert tensors() - before < 8
+    for rows in range(1000):
+        serve_thrice(manager, ((rows,), u8))
+    assert tensors() - before < 300
+
+
+def test_a_request_too_long_to_keep_is_served_all_the_same(manager):
+    specs = [((each,), u8) for each in range(1, 100)]
+    for views in serve_thrice(manager, *specs):
+        assert [each.numel() for each in views] == list(range(1, 100))
+        assert [each.data_ptr() - views[0].data_ptr() for each in views] == [256 * place for place in range(99)]
+
+
+class GrowsInside(TorchFunctionMode):
+    """Runs `grow` in the middle of the first torch operation of that name, as another thread could."""
+
+    def __init__(self, name, grow):
+        super().__init__()
+        self.name, self.grow = name, grow
+
+    def __torch_function__(self, function, types, args=(), kwargs=None):
+        if getattr(function, "__name__", "") == self.name and self.grow is not None:
+            grow, self.grow = self.grow, None
+            grow()
+        return function(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("seen", [0, 1, 2])
+def test_views_made_while_the_slot_grew_are_not_kept_for_the_new_block(manager, seen):
+    """torch gives the GIL up in each operation."""
+    with torch.no_grad():
+        manager.get_simultaneous(((64,), f32))
+        for _ in range(seen):
+            manager.get_simultaneous(*MOE)
+        old = storage(manager.get_simultaneous(((64,), f32))[0])
+        name = "detach" if seen and not manager.reuse_views else "as_strided"
+        with GrowsInside(name, lambda: grow(manager, 256 * KB)) as mode:
+            manager.get_simultaneous(*(MOE if seen else (((32,), f32),)))
+        if mode.grow is None:
+            assert storage(block_of(manager)) != old
+        for spec in (MOE, (((32,), f32),), (((64,), f32),)):
+            for views in serve_thrice(manager, *spec):
+                assert {storage(each) for each in views} == {storage(block_of(manager))}
+
+
+def test_threads_that_grow_one_slot_get_what_they_asked_for(manager):
+    """B17: 2 threads × 1000 rounds."""
+    largest, wrong = [0, 0], []
+
+    def work(number):
+        rng = random.Random(number)
+        for round_ in range(1000):
+            nbytes = 256 * rng.randint(1, 2 + round_)
+            largest[number] = max(largest[number], nbytes)
+            try:
+                view = grow(manager, nbytes)
+                if view.numel() != nbytes or view.untyped_storage().nbytes() < nbytes:
+                    wrong.append((nbytes, view.shape))
+            except Exception as error:
+                wrong.append(error)
+
+    threads = [threading.Thread(target=work, args=(number,)) for number in range(2)]
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    try:
+        for each in threads:
+            each.start()
+        for each in threads:
+            each.join()
+    finally:
+        sys.setswitchinterval(interval)
+    assert not wrong
+    assert size_of(manager) == max(largest)
+    assert manager.available_bytes() == max(largest)
+
+
+def test_vllms_way_loses_the_larger_block():
+    """The control: the larger block is there, and then the smaller one takes its place."""
+    model = stock.Model()
+    model.get_simultaneous(((KB,), u8))
+
+    class Interrupted(stock.Model):
+        """A thread that is slow between looking and setting."""
+
+        @property
+        def block(self):
+            return model.block
+
+        @block.setter
+        def block(self, value):
+            if value is not None:
+                model.get_simultaneous(((64 * KB,), u8))
+            model.block = value
+
+    Interrupted.__init__ = lambda self: setattr(self, "device", "cpu")
+    Interrupted().get_simultaneous(((4 * KB,), u8))
+    assert model.block.numel() == 4 * KB
+
+
+def test_requests_of_other_threads_beside_growth_are_served_from_one_block_each():
+    manager = WorkspaceManager(CPU)
+    grow(manager, 4 * KB)
+    stop, wrong = threading.Event(), []
+
+    def ask():
+        while not stop.is_set():
+            views = manager.get_simultaneous(((16,), f32), ((16,), i32))
+            if storage(views[0]) != storage(views[1]) or views[1].data_ptr() - views[0].data_ptr() != 256:
+                wrong.append(views)
+
+    threads = [threading.Thread(target=ask) for _ in range(2)]
+    for each in threads:
+        each.start()
+    for step in range(2, 300):
+        grow(manager, step * 4 * KB)
+    stop.set()
+    for each in threads:
+        each.join()
+    assert not wrong
+    for views in serve_thrice(manager, ((16,), f32), ((16,), i32)):
+        assert {storage(each) for each in views} == {storage(block_of(manager))}
+
+
+# ---- persistent resources ----
+
+
+def test_a_resource_is_made_once_for_each_slot():
+    manager = WorkspaceManager(CPU, 2, 2)
+    made = []
+
+    def factory():
+        made.append(object())
+        return made[-1]
+
+    found = []
+    for ubatch, lane in itertools.product((0, 1), (0, 1)):
+        with workspace.use_workspace_ubatch_id(ubatch), workspace.use_workspace_lane(lane):
+            found += [manager.get_persistent_resource("key", factory) for _ in range(3)]
+    assert len(made) == 4
+    assert found == [each for each in made for _ in range(3)]
+
+
+def test_resources_may_be_anything_and_keys_are_compared_as_a_dict_does():
+    manager = WorkspaceManager(CPU)
+    assert manager.get_persistent_resource(("a", 1), lambda: None) is None
+    assert manager.get_persistent_resource(("a", 1.0), lambda: 1 / 0) is None
+    assert manager.get_persistent_resource(key=("a", True), factory=lambda: 1 / 0) is None
+    with pytest.raises(ZeroDivisionError):
+        manager.get_persistent_resource("b", lambda: 1 / 0)
+    assert manager.get_persistent_resource("b", lambda: 2) == 2
+    with pytest.raises(TypeError, match="unhashable"):
+        manager.get_persistent_resource([], object)
+    with pytest.raises(TypeError):
+        manager.get_persistent_resource("b")
+
+
+def test_a_locked_workspace_makes_no_resource():
+    manager = WorkspaceManager(CPU)
+    there = manager.get_persistent_resource("there", object)
+    tensor = manager.get_persistent("t", (4,), i32)
+    manager.lock()
+    for _ in range(2):
+        assert manager.get_persistent_resource("there", object) is there
+        assert manager.get_persistent("t", (4,), i32) is tensor
+        with pytest.raises(AssertionError, match="Workspace is locked but 'new' was not allocated during warmup"):
+            manager.get_persistent_resource("new", object)
+        with pytest.raises(AssertionError, match="for the current ubatch and lane"):
+            manager.get_persistent("new", (4,), i32)
+    manager.unlock()
+    assert manager.get_persistent("new", (4,), i32).shape == (4,)
+
+
+def test_a_persistent_tensor_is_zeroed_when_it_is_made_only():
+    manager = WorkspaceManager(CPU)
+    tensor = manager.get_persistent("locks", (64,), i32, zero_init=True)
+    assert not tensor.any()
+    tensor.fill_(5)
+    for _ in range(3):
+        assert manager.get_persistent("locks", (64,), i32, zero_init=True) is tensor
+        assert manager.get_persistent("locks", shape=(64,), dtype=i32) is tensor
+    assert (tensor == 5).all()
+
+
+def test_a_persistent_tensor_of_another_shape_or_dtype_is_refused_each_time():
+    manager = WorkspaceManager(CPU)
+    for _ in range(3):
+        tensor = manager.get_persistent("k", (4, 2), f32)
+    for shape, dtype in (((4,), f32), ((2, 4), f32), ((4, 2), i32), ((), f32), ((4, 2**70), f32)):
+        for _ in range(2):
+            with pytest.raises(ValueError, match="Persistent workspace 'k' has shape="):
+                manager.get_persistent("k", shape, dtype)
+    assert manager.get_persistent("k", torch.Size([4, 2]), f32) is tensor
+    with pytest.raises(ValueError, match="requested shape="):
+        manager.get_persistent("k", [4, 2], f32)  # a list is not equal to a shape, there as here
+
+
+def test_a_persistent_tensor_seen_before_is_looked_at_again():
+    manager = WorkspaceManager(CPU)
+    for _ in range(3):
+        tensor = manager.get_persistent("k", (4, 2), f32)
+    tensor.resize_(3)
+    for _ in range(2):
+        with pytest.raises(ValueError, match="Persistent workspace"):
+            manager.get_persistent("k", (4, 2), f32)
+    assert manager.get_persistent("k", (3,), f32) is tensor
+
+
+def test_a_persistent_tensor_that_was_replaced_is_not_served():
+    manager = WorkspaceManager(CPU)
+    old = [manager.get_persistent("k", (4,), f32) for _ in range(3)][0]
+    old = weakref.ref(old)
+    manager._persistent_resources[0].clear()
+    new = manager.get_persistent("k", (4,), f32)
+    assert new is manager.get_persistent("k", (4,), f32)
+    assert new is not old()
+    new = None
+    manager._persistent_resources[0][(torch.Tensor, "k")] = theirs = torch.zeros(4)
+    assert all(manager.get_persistent("k", (4,), f32) is theirs for _ in range(3))
+
+
+def test_many_persistent_tensors_are_told_apart():
+    manager = WorkspaceManager(CPU)
+    made = {(kind, number): manager.get_persistent((kind, number), (number,), f32) for kind in "ab" for number in range(64)}
+    for _ in range(3):
+        for (kind, number), tensor in made.items():
+            assert manager.get_persistent((kind, number), (number,), f32) is tensor
+
+
+def test_get_persistent_refuses_unknown_arguments_each_time():
+    manager = WorkspaceManager(CPU)
+    for _ in range(3):
+        for bad in (
+            lambda: manager.get_persistent("k", (4,), f32, zero=True),
+            lambda: manager.get_persistent("k", (4,), f32, key="k"),
+            lambda: manager.get_persistent("k", (4,), f32, True),
+            lambda: manager.get_persistent("k", (4,)),
+        ):
+            with pytest.raises(TypeError):
+                bad()
+        manager.get_persistent("k", (4,), f32)
+
+
+# ---- lanes and ubatches ----
+
+
+def test_lanes_are_independent():
+    """B10."""
+    manager = WorkspaceManager(CPU, 1, 2)
+    with workspace.use_workspace_lane(0):
+        target = grow(manager, 16 * KB)
+    with workspace.use_workspace_lane(1):
+        draft = grow(manager, 32 * KB)
+    assert storage(target) == storage(block_of(manager, 0)) != storage(draft)
+    with pytest.raises(ValueError, match="Workspace lane must be non-negative, got -1"), workspace.use_workspace_lane(-1):
+        pass
+    with workspace.use_workspace_lane(2):
+        with pytest.raises(RuntimeError, match=r"Workspace lane 2 is not configured; manager has 2 lane\(s\)\."):
+            grow(manager, KB)
+        with pytest.raises(RuntimeError, match="lane 2"):
+            manager.get_persistent("k", (1,), f32)
+    with pytest.raises(KeyError), workspace.use_workspace_lane(1):
+        raise KeyError
+    assert storage(grow(manager, KB)) == storage(target)
+    with pytest.raises(ValueError, match="num_lanes must be at least one, got 0"):
+        WorkspaceManager(CPU, 1, 0)
+
+
+def test_a_thread_begins_at_lane_0():
+    manager = WorkspaceManager(CPU, 1, 2)
+    seen = []
+    with workspace.use_workspace_lane(1):
+        thread = threading.Thread(target=lambda: seen.append(storage(grow(manager, KB))))
+        thread.start()
+        thread.join()
+    inherits = getattr(sys.flags, "thread_inherit_context", 0)
+    assert seen == [storage(block_of(manager, 1 if inherits else 0))]
+
+
+def test_the_ubatch_may_be_named_and_wins_over_the_function(monkeypatch):
+    manager = WorkspaceManager(CPU, 3)
+    monkeypatch.setattr(workspace, "dbo_current_ubatch_id", lambda: 2)
+    with workspace.use_workspace_ubatch_id(1):
+        assert storage(grow(manager, KB)) == storage(block_of(manager, 1))
+        with workspace.use_workspace_ubatch_id(0):
+            assert storage(grow(manager, KB)) == storage(block_of(manager, 0))
+            assert manager._get_workspace_id() == 0
+    assert storage(grow(manager, KB)) == storage(block_of(manager, 2))
+    with pytest.raises(ValueError, match="must be non-negative, got -2"), workspace.use_workspace_ubatch_id(-2):
+        pass
+
+
+def test_a_subclass_may_say_itself_which_slot_it_is():
+    class Theirs(WorkspaceManager):
+        def _get_workspace_id(self):
+            return 1
+
+    manager = Theirs(CPU, 2)
+    assert storage(serve_thrice(manager, *MOE)[-1][0]) == storage(block_of(manager, 1))
+    assert manager.get_persistent("k", (1,), f32) is manager._persistent_resources[1][(torch.Tensor, "k")]
+
+
+UBATCHING = """
+import sys, threading, types, torch
+from arena import workspace
+for name in ("vllm", "vllm.v1", "vllm.v1.worker"):
+    sys.modules[name] = types.ModuleType(name)
+manager = workspace.WorkspaceManager(torch.device("cpu"), 2, reuse_views=True)
+spec = ((8,), torch.float32)
+def place():
+    view = manager.get_simultaneous(spec)[0]
+    return [each is not None and each.data_ptr() == view.data_ptr() for each in manager._current_workspaces].index(True)
+assert place() == 0, "before vLLM is loaded"
+module = types.ModuleType("vllm.v1.worker.ubatching")
+exec('''
+import threading
+_THREAD_ID_TO_CONTEXT: dict = {}
+def dbo_current_ubatch_id() -> int:
+    if len(_THREAD_ID_TO_CONTEXT) == 0:
+        return 0
+    return _THREAD_ID_TO_CONTEXT[threading.get_ident()]
+''', vars(module))
+sys.modules[module.__name__] = module
+def run(work):
+    answer = []
+    def target():
+        try: answer.append(work())
+        except BaseException as error: answer.append(type(error))
+    thread = threading.Thread(target=target); thread.start(); thread.join()
+    return answer[0]
+def on_a_dbo_thread(ubatch):
+    def work():
+        module._THREAD_ID_TO_CONTEXT[threading.get_ident()] = ubatch
+        try: return [place() for _ in range(3)]
+        finally: del module._THREAD_ID_TO_CONTEXT[threading.get_ident()]
+    return run(work)
+"""
+
+
+@pytest.mark.parametrize("how", ["ours", "theirs"])
+def test_the_ubatch_of_a_dbo_thread_is_vllms(how):
+    """`ours`: the function that this module has; `theirs`: vLLM's own put in its place."""
+    run = run_python(
+        UBATCHING
+        + f"""
+if {how!r} == "theirs": workspace.dbo_current_ubatch_id = module.dbo_current_ubatch_id
+assert [place() for _ in range(3)] == [0, 0, 0], "no DBO thread"
+for _ in range(2):
+    assert on_a_dbo_thread(0) == [0, 0, 0] and on_a_dbo_thread(1) == [1, 1, 1]
+module._THREAD_ID_TO_CONTEXT[-1] = 1
+assert run(place) is KeyError, "a thread without an ubatch beside DBO threads fails as vLLM's does"
+with workspace.use_workspace_ubatch_id(1): assert place() == 1
+""",
+        timeout=60,
+    )
+    assert run.returncode == 0, run.stderr
+
+
+def test_a_patched_or_different_ubatch_function_is_called():
+    run = run_python(
+        UBATCHING
+        + """
+module.dbo_current_ubatch_id = lambda: 1  # before the first request that saw the module: not vLLM's body
+assert [place() for _ in range(3)] == [1, 1, 1]
+module.dbo_current_ubatch_id = lambda: 0
+assert [place() for _ in range(3)] == [0, 0, 0]
+""",
+        timeout=60,
+    )
+    assert run.returncode == 0, run.stderr
+
+
+def test_without_vllm_it_is_never_imported():
+    run = run_python(
+        "import sys, torch\nfrom arena import workspace\n"
+        "workspace.init_workspace_manager(torch.device('cpu'))\n"
+        "workspace.current_workspace_manager().get_simultaneous(((4,), torch.float32))\n"
+        "assert not any(name.split('.')[0] == 'vllm' for name in sys.modules)\n",
+        timeout=60,
+    )
+    assert run.returncode == 0, run.stderr
+
+
+# ---- right sizing ----
+
+
+def sizes(manager):
+    return [size_of(manager, place) for place in range(len(manager._current_workspaces))]
+
+
+@contextmanager
+def slot(ubatch, lane):
+    with workspace.use_workspace_ubatch_id(ubatch), workspace.use_workspace_lane(lane):
+        yield
+
+
+def test_the_same_room_for_every_ubatch_of_a_lane():
+    """B1: only (0, 0) was warmed; the other ubatch asks after the lock."""
+    manager = WorkspaceManager(CPU, 2, 2)
+    view = grow(manager, 12 * KB).fill_(3)
+    with slot(1, 0), pytest.raises(AssertionError, match=r"current size is 0\.00 MB"):
+        manager.lock()
+        grow(manager, 12 * KB)
+    manager.unlock()
+    manager.reserve_by_lane()
+    manager.lock()
+    assert sizes(manager) == [12 * KB, 0, 12 * KB, 0]
+    assert len({block_of(manager, place).data_ptr() for place in (0, 2)}) == 2
+    assert storage(view) == storage(block_of(manager, 0))
+    assert (view == 3).all()
+    with slot(1, 0):
+        assert grow(manager, 12 * KB).numel() == 12 * KB
+
+
+def test_lanes_keep_their_own_sizes():
+    """B11: 1024 and 170 MiB in two ubatches, not four times the larger."""
+    mb = KB * KB
+    manager = WorkspaceManager("meta", 2, 2)
+    with slot(0, 0):
+        grow(manager, 1024 * mb)
+    with slot(1, 1):
+        grow(manager, 170 * mb)
+    manager.reserve_by_lane()
+    assert sizes(manager) == [1024 * mb, 170 * mb] * 2
+    manager.lock()
+    with slot(0, 1), pytest.raises(AssertionError, match=r"requires 171\.00 MB, current size is 170\.00 MB"):
+        grow(manager, 171 * mb)
+
+
+def test_all_slots_get_room_for_the_worst_case():
+    """B4: declared by three operations before the warm-up; one allocation of the largest for each slot."""
+    made = []
+
+    @contextmanager
+    def counted():
+        made.append(1)
+        yield
+
+    manager = WorkspaceManager(CPU, 2, 2, counted)
+    manager.reserve_all(((30 * KB,), u8), ((4,), f32))
+    assert sizes(manager) == [30 * KB + 256] * 4
+    manager.reserve_all(((1,), u8))
+    assert len(made) == 4
+    manager.lock()
+    manager.reserve_all(((30 * KB,), u8))
+    with pytest.raises(AssertionError, match=r"reserve_all requires larger capacity in slot\(s\) \[0, 1, 2, 3\]"):
+        manager.reserve_all(((31 * KB,), u8))
+    assert sizes(manager) == [30 * KB + 256] * 4
+
+
+def test_reserving_makes_slots_as_large_as_the_largest_there_is():
+    manager = WorkspaceManager(CPU, 1, 3)
+    with slot(0, 2):
+        grow(manager, 8 * KB)
+    manager.reserve_all(((KB,), u8))
+    assert sizes(manager) == [8 * KB] * 3
+
+
+def test_trying_changes_nothing_where_it_does_not_fit():
+    """B3."""
+    manager = WorkspaceManager(CPU, 2)
+    assert manager.try_get_simultaneous(((4 * KB,), u8))[0].numel() == 4 * KB
+    with slot(1, 0):
+        grow(manager, KB)
+    manager.lock()
+    before = [block_of(manager, place) for place in (0, 1)]
+    assert manager.try_get_simultaneous(((4 * KB,), u8)) is not None
+    assert manager.try_get_simultaneous(((4 * KB + 1,), u8)) is None
+    with slot(1, 0):
+        assert manager.available_bytes() == KB
+        assert manager.try_get_simultaneous(((2 * KB,), u8)) is None
+        assert manager.try_get_simultaneous(((KB,), u8))[0].numel() == KB
+    assert all(block_of(manager, place) is before[place] for place in (0, 1))
+    assert manager.available_bytes() == 4 * KB
+    with pytest.raises(TypeError):
+        manager.try_get_simultaneous(5)
+
+
+def test_a_preallocated_workspace_is_only_named():
+    scratch = torch.zeros(4)
+    assert workspace.current_preallocated_workspace() is None
+    with workspace.use_preallocated_workspace(scratch):
+        assert workspace.current_preallocated_workspace() is scratch
+        with workspace.use_preallocated_workspace(None):
+            assert workspace.current_preallocated_workspace() is None
+        assert workspace.current_preallocated_workspace() is scratch
+    assert workspace.current_preallocated_workspace() is None
+
+
+# ---- collectors ----
+
+
+def test_what_is_retained_inside_is_collected_without_a_capture():
+    one, two, three = object(), [], torch.zeros(2)
+    assert workspace.retain_cuda_graph_capture_resource(one) is False
+    with workspace.collect_cuda_graph_capture_resources() as outer:
+        assert type(outer) is list
+        assert workspace.retain_cuda_graph_capture_resource(one) is True
+        with workspace.suspend_cuda_graph_capture_resources():
+            assert workspace.retain_cuda_graph_capture_resource(two) is False
+            with workspace.collect_cuda_graph_capture_resources() as inner:
+                assert workspace.retain_cuda_graph_capture_resource(three) is True
+        assert workspace.retain_cuda_graph_capture_resource(one) is True
+    assert [each is one for each in outer] == [True, True]
+    assert inner[0] is three
+    assert workspace.retain_cuda_graph_capture_resource(one) is False
+    assert len(outer) == 2
+
+
+# ---- torch.compile ----
+
+
+def compiled(function):
+    torch._dynamo.reset()
+    return torch.compile(function, backend="eager", fullgraph=True)
+
+
+def test_the_three_functions_that_trace_go_on_tracing():
+    workspace.init_workspace_manager(CPU)
+
+    def step(x):
+        if workspace.is_workspace_manager_initialized() and not workspace.current_workspace_manager().is_locked():
+            return x + 1
+        return x - 1
+
+    assert compiled(step)(torch.zeros(2)).tolist() == [1, 1]
+    workspace.lock_workspace()
+    assert compiled(step)(torch.zeros(2)).tolist() == [-1, -1]
+    workspace.reset_workspace_manager()
+    assert compiled(step)(torch.zeros(2)).tolist() == [-1, -1]
+
+
+@torch.library.custom_op("arena_test_workspace::through_scratch", mutates_args=())
+def through_scratch(x: torch.Tensor) -> torch.Tensor:
+    scratch = workspace.current_workspace_manager().get_simultaneous((tuple(x.shape), x.dtype))[0]
+    PLACES.append(storage(scratch))
+    return torch.add(x, 1, out=scratch).clone()
+
+
+through_scratch.register_fake(torch.empty_like)
+PLACES = []
+
+
+def test_inside_a_custom_op_the_slot_is_chosen_at_each_call(monkeypatch):
+    """E5: not when the operation is traced."""
+    workspace.init_workspace_manager(CPU, 2)
+    manager = workspace.current_workspace_manager()
+    run = compiled(lambda x: through_scratch(x) * 2)
+    PLACES.clear()
+    for ubatch in (0, 1, 0, 1):
+        monkeypatch.setattr(workspace, "dbo_current_ubatch_id", lambda ubatch=ubatch: ubatch)
+        assert run(torch.ones(8)).tolist() == [4] * 8
+    assert PLACES == [storage(block_of(manager, ubatch)) for ubatch in (0, 1, 0, 1)]
+
+
+def test_outside_a_custom_op_a_compiled_function_gets_real_scratch(manager):
+    torch._dynamo.reset()
+
+    def step(x):
+        scratch = manager.get_simultaneous(((4,), f32))[0]
+        return scratch.copy_(x) + 1
+
+    run = torch.compile(step, backend="eager")
+    for number in range(4):
+        assert run(torch.full((4,), float(number))).tolist() == [number + 1.0] * 4
+    assert all(type(each[0]) is torch.Tensor for each in serve_thrice(manager, ((4,), f32)))
+
+
+# ---- against a model ----
+
+SHAPES = st.lists(st.integers(0, 9), max_size=4).map(tuple)
+SPECS = st.lists(
+    st.tuples(SHAPES, st.sampled_from([u8, torch.bool, bf16, f32, torch.float64, torch.complex64, torch.float8_e4m3fn])),
+    max_size=6,
+).map(tuple)
+
+
+@settings(deadline=None, max_examples=150)
+@given(st.data())
+def test_random_requests_are_answered_as_vllm_answers_them(data):
+    """Offsets, shapes, dtypes, strides, sizes of slots, and what overlaps what."""
+    lanes = data.draw(st.integers(1, 2))
+    manager = WorkspaceManager(CPU, 2, lanes, reuse_views=data.draw(st.booleans()))
+    models = {place: stock.Model() for place in itertools.product(range(2), range(lanes))}
+    pool = data.draw(st.lists(SPECS, min_size=1, max_size=4))
+    for _ in range(data.draw(st.integers(1, 30))):
+        ubatch, lane = data.draw(st.sampled_from(sorted(models)))
+        specs = data.draw(st.sampled_from(pool))
+        model = models[ubatch, lane]
+        with slot(ubatch, lane), torch.inference_mode(data.draw(st.booleans())):
+            ours = manager.get_simultaneous(*specs)
+            if model.block is None and not any(math.prod(shape) for shape, _ in specs):
+                assert [(each.shape, each.dtype) for each in ours] == [(torch.Size(shape), dtype) for shape, dtype in specs]
+                continue
+            theirs = model.get_simultaneous(*specs)
+        block = block_of(manager, ubatch * lanes + lane)
+        assert block.numel() == model.block.numel()
+        assert len(ours) == len(theirs)
+        for mine, their in zip(ours, theirs, strict=True):
+            assert (mine.shape, mine.dtype, mine.stride()) == (their.shape, their.dtype, their.stride())
+            assert mine.data_ptr() - block.data_ptr() == their.data_ptr() - model.block.data_ptr() or not mine.numel()
+            assert storage(mine) == storage(block)
+            assert type(mine) is torch.Tensor
+        for number, each in enumerate(ours):
+            if each.numel() and each.dim():
+                each.view(u8).fill_(number)
+        for number, each in enumerate(ours):
+            if each.numel() and each.dim():
+                assert (each.view(u8) == number).all()
+    blocks = [each.data_ptr() for each in manager._current_workspaces if each is not None]
+    assert len(set(blocks)) == len(blocks)
+
+
+def test_it_works_with_the_environment_of_a_worker():
+    """Made in a process that forks: the child's manager serves."""
+    manager = WorkspaceManager(CPU)
+    serve_thrice(manager, *MOE)
+    child = os.fork()
+    if child == 0:
+        try:
+            right = all(len(each) == 2 for each in serve_thrice(manager, *MOE))
+            os._exit(7 if right and not arena.capture_id() else 1)
+        finally:
+            os._exit(2)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7
