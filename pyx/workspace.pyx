@@ -176,12 +176,14 @@ cdef class Block:
     def __repr__(self):
         return f"<workspace block of {self.nbytes} bytes at {self.base.data_ptr():#x}>"
 
-    cdef int retain_for(self, uint64_t capture, void *stream) except -1:
-        """Once per capture."""
+    cdef int retain_for(self, uint64_t capture, void *stream, bint begins) except -1:
+        """Once per capture: `begins` says that this one has just begun, though an earlier one into the same graph had its id."""
         cdef int i
         for i in range(8):
             if self.captures[i] == capture:
-                return 0
+                if not begins:
+                    return 0
+                self.captures[i] = 0
         if retain_on(self, stream):
             self.captures[self.turn] = capture
             self.turn = (self.turn + 1) % 8
@@ -704,7 +706,7 @@ cdef class Requests:
         cdef void *stream
         try:
             if current_capture(&stream, &capture):
-                block.retain_for(capture, stream)
+                block.retain_for(capture, stream, False)
         except Exception as error:
             self.cannot_cover(error)
         return 0
@@ -747,9 +749,10 @@ cdef class Requests:
         cdef Slot slot
         if self.blocks is None:
             return 0
+        self.walked = 0
         for slot in self.blocks.slots:
             if slot.block is not None:
-                slot.block.retain_for(capture, stream)
+                slot.block.retain_for(capture, stream, True)
         for resources in self.resources or ():
             for resource in list(resources.values()):
                 self.retain_resource(resource, capture, stream)
