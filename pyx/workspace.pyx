@@ -213,27 +213,35 @@ cdef class Block:
 
 
 @cython.final
+cdef class Kept:
+    """A persistent tensor that was asked for, as it was then."""
+
+    cdef kept_tensor tensor
+    cdef uint64_t version  # of the slot's resources when it was found in them; 0: look
+
+    def __dealloc__(self):
+        if self.tensor.tensor != NULL:
+            kept_drop(&self.tensor)
+
+
+@cython.final
 cdef class Slot:
     """One (ubatch, lane): its block, and the requests that were seen on it."""
 
     cdef Block block            # None while the slot is empty
     cdef request **table        # of REQUEST_PLACES, or NULL
     cdef size_t known           # requests in it
-    cdef kept_tensor *tensors   # persistent tensors that were asked for, or NULL
-    cdef size_t kept            # how many
+    cdef dict kept              # key -> Kept: persistent tensors that were asked for
     cdef readonly list retired  # (StorageWeakRef, weakref of the Block, bytes, site) of former blocks that may still live
     cdef readonly object high   # the largest request: (bytes, ((shape, dtype), ...), site), or None
 
     def __cinit__(self):
         self.retired = []
+        self.kept = {}
 
     def __dealloc__(self):
         self.forget()
         free(self.table)
-        while self.kept:
-            self.kept -= 1
-            kept_drop(&self.tensors[self.kept])
-        free(self.tensors)
 
     @property
     def current(self):
@@ -252,38 +260,35 @@ cdef class Slot:
             if known != NULL:
                 drop(known)
 
-    cdef PyObject *persistent(self, PyObject *found, PyObject *shape, PyObject *dtype) noexcept:
-        """`found`, if it is a tensor that was seen here with that shape and dtype and has not changed; else NULL."""
-        cdef size_t i
-        for i in range(self.kept):
-            if self.tensors[i].tensor == found:
-                return found if kept_is(&self.tensors[i], shape, dtype) else NULL
-        return NULL
+    cdef PyObject *persistent(self, dict resources, object key, PyObject *shape, PyObject *dtype) except? NULL:
+        """The tensor of that key, if it was asked for before with that shape and dtype and has not changed; else NULL."""
+        cdef PyObject *known = PyDict_GetItemWithError(self.kept, key)
+        cdef PyObject *found
+        cdef Kept kept
+        cdef uint64_t version
+        if known == NULL:
+            return NULL
+        kept = <Kept>known
+        version = dict_version(resources)
+        if version == 0 or version != kept.version:
+            found = PyDict_GetItemWithError(resources, (torch_tensor, key))
+            if found != kept.tensor.tensor:  # somebody replaced it
+                del self.kept[key]
+                return NULL
+            kept.version = version
+        return kept.tensor.tensor if kept_is(&kept.tensor, shape, dtype) else NULL
 
-    cdef int keep(self, object found, object shape, object dtype) except -1:
+    cdef int keep(self, object key, object found, object shape, object dtype) except -1:
         """Next time it is found sooner. Nothing is kept where there is no memory for it."""
-        cdef kept_tensor *tensors
-        cdef kept_tensor *each
+        cdef Kept kept
         if not markable or type(found) is not exact_tensor or type(shape) is not tuple or len(shape) > KEPT_DIMS:
             return 0
-        if not all_ints(shape) or self.persistent_known(found):
+        if not all_ints(shape):
             return 0
-        tensors = <kept_tensor *>realloc(self.tensors, (self.kept + 1) * sizeof(kept_tensor))
-        if tensors == NULL:
-            return 0
-        self.tensors = tensors
-        each = &tensors[self.kept]
-        if kept_set(each, PyCapsule_GetPointer(tensor_handle(found), NULL), found, dtype, shape):
-            return 0
-        self.kept += 1
+        kept = Kept.__new__(Kept)
+        if kept_set(&kept.tensor, PyCapsule_GetPointer(tensor_handle(found), NULL), found, dtype, shape) == 0:
+            self.kept[key] = kept
         return 0
-
-    cdef bint persistent_known(self, object found) noexcept:
-        cdef size_t i
-        for i in range(self.kept):
-            if self.tensors[i].tensor == <PyObject *>found:
-                return True
-        return False
 
     cdef int take(self, object base) except -1:
         """`base` (a tensor or None) is the slot's memory from now on."""
@@ -480,7 +485,10 @@ cdef class Requests:
 
     @_persistent_resources.setter
     def _persistent_resources(self, resources):
+        cdef Slot slot
         self.resources = resources
+        for slot in self.blocks.slots if self.blocks is not None else ():
+            slot.kept.clear()
 
     def get_simultaneous(self, *shapes_and_dtypes):
         """Views of one slot, valid until the next request on it.
@@ -533,7 +541,7 @@ cdef class Requests:
             AssertionError: There is none, and the workspace is locked.
         """
         found = super().get_persistent(key, shape, dtype, zero_init=zero_init)
-        (<Slot>self.blocks.slots[self.slot_index()]).keep(found, shape, dtype)
+        (<Slot>self.blocks.slots[self.slot_index()]).keep(key, found, shape, dtype)
         return found
 
     cdef inline dict resources_here(self, Py_ssize_t index):
@@ -795,9 +803,8 @@ cdef PyObject *persistent_call(PyObject *self, PyObject *const *args, Py_ssize_t
     cdef Py_ssize_t index
     if count == 3 and (names == NULL or only_zero_init(<object>names)):
         index = manager.slot_index()
-        found = PyDict_GetItemWithError(manager.resources_here(index), (torch_tensor, <object>args[0]))
-        if found != NULL:
-            found = (<Slot>PyList_GET_ITEM(manager.blocks.slots, index)).persistent(found, args[1], args[2])
+        found = (<Slot>PyList_GET_ITEM(manager.blocks.slots, index)).persistent(
+            manager.resources_here(index), <object>args[0], args[1], args[2])
     if found == NULL:
         return call_method(persistent_slow, self, args, count, names)
     Py_INCREF(<object>found)
