@@ -6,7 +6,9 @@ ARENA_LINETRACE=1   Cython line tracing, for coverage.
 """
 
 import os
+import re
 from glob import glob
+from pathlib import Path
 
 from Cython.Build import cythonize
 from setuptools import Extension, setup
@@ -21,7 +23,8 @@ link_args = []
 if sanitize:
     compile_args += [f"-fsanitize={sanitize}", "-g", "-fno-omit-frame-pointer"]
     link_args += [f"-fsanitize={sanitize}"]
-macros = [("ARENA_DEBUG", str(debug))]
+version = re.search(r'^__version__ = (".+")', Path("arena/__init__.py").read_text(), re.MULTILINE).group(1)
+macros = [("ARENA_DEBUG", str(debug)), ("ARENA_VERSION", version)]
 if trace:
     macros += [("CYTHON_TRACE", "1"), ("CYTHON_USE_SYS_MONITORING", "0")]
 
@@ -30,8 +33,8 @@ def extension(name, *sources):
     return Extension(
         f"arena.{name}",
         list(sources),
-        include_dirs=["pyx"],
-        depends=sorted(glob("pyx/*") + glob("arena/*.pxd")),
+        include_dirs=["pyx", "arena/include"],
+        depends=sorted(glob("pyx/*") + glob("arena/*.pxd") + glob("arena/include/*")),
         define_macros=macros,
         extra_compile_args=compile_args,
         extra_link_args=link_args,

@@ -5,9 +5,17 @@
 a CUDA driver.
 """
 
+import os
+
 from arena._registry import CaptureError, DriverError, Stats, capture_id, collect, reclaim, retain, stats, suspend
 
 __version__ = "0.1.0"
+
+
+def get_include() -> str:
+    """The folder of arena.h, for the compiler's search path: `-I`, or `include_dirs` of an extension."""
+    return os.path.join(os.path.dirname(__file__), "include")
+
 
 __all__ = [
     "CaptureError",
@@ -15,6 +23,7 @@ __all__ = [
     "Stats",
     "capture_id",
     "collect",
+    "get_include",
     "reclaim",
     "retain",
     "stats",

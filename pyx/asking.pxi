@@ -1,5 +1,8 @@
 # The driver, asked: whether there is one, what a stream is capturing, which stream is meant, and in which capture mode. With
-# the GIL, which is not given up (the answers are acted on before anybody else can run). Nothing here initialises CUDA.
+# the GIL, which is not given up (the answers are acted on before anybody else can run), but for what says `nogil`. Nothing
+# here initialises CUDA.
+
+from libc.string cimport memcpy
 
 cdef extern from *:
     """
@@ -29,27 +32,50 @@ cdef int need_driver() except -1:
 
 cdef int driver_ready() except -1:
     """1: `driver` may be called. 0: nothing can be capturing in this process."""
-    global state
-    cdef int code
+    cdef int now = find_driver()
+    if now == UNUSABLE:
+        # Something may well be capturing: False would be a lie that frees memory too early.
+        raise DriverError(why.decode())
+    return now == READY
+
+
+cdef int find_driver() noexcept nogil:
+    """The state, after looking for a driver where nobody had. With the GIL or without."""
+    global state, driver
+    cdef driver_table found
+    cdef char[256] reason
     cdef CUdevice device
+    cdef int now, code
+    owner_lock()
     # Asked about its parent's stream, the driver tells a child "capturing"; but this call it refuses with "not initialised"
     # for ever in a child of a process that used CUDA, and in any other until CUDA is initialised there.
     if state == FORKED and driver.cuCtxGetDevice(&device) != CUDA_ERROR_NOT_INITIALIZED:
         state = READY
-    if state == UNASKED:
-        code = driver_fill(&driver, why, sizeof(why))
-        state = READY if code == DRIVER_READY else ABSENT if code == DRIVER_ABSENT else UNUSABLE
-    if state == UNUSABLE:
-        # Something may well be capturing: False would be a lie that frees memory too early.
-        raise DriverError(why.decode())
-    return state == READY
+        owner_question_set(<void *>driver.cuStreamGetCaptureInfo)
+    now = state
+    owner_unlock()
+    if now != UNASKED:
+        return now
+    code = driver_fill(&found, reason, sizeof(reason))  # loads a library: not with the lock
+    owner_lock()
+    if state == UNASKED:  # else another thread was faster
+        if code == DRIVER_READY:
+            driver = found
+            state = READY
+            owner_question_set(<void *>driver.cuStreamGetCaptureInfo)
+        else:
+            memcpy(why, reason, sizeof(why))
+            state = ABSENT if code == DRIVER_ABSENT else UNUSABLE
+    now = state
+    owner_unlock()
+    return now
 
 
 cdef inline int ask(void *stream, uint64_t *capture, CUgraph *graph) except -1:
     """1 with the capture's id and graph, or 0: not capturing."""
     cdef CUstreamCaptureStatus status = CU_STREAM_CAPTURE_STATUS_NONE
     cdef CUresult code
-    if state != READY and not driver_ready():
+    if owner_question_now() == NULL and not driver_ready():
         return 0
     code = driver.cuStreamGetCaptureInfo(<CUstream>stream, &status, capture, graph, NULL, NULL)
     if code == CUDA_SUCCESS:
@@ -63,13 +89,17 @@ cdef inline int ask(void *stream, uint64_t *capture, CUgraph *graph) except -1:
 cdef int no_capture(void *stream, CUresult code) except -1:
     if code == CUDA_SUCCESS:
         raise CaptureError(f"the capture on stream {<intptr_t>stream:#x} was invalidated: it takes no owners")
-    # No context, CUDA not initialised or already shut down, no device, or the legacy stream beside somebody's capture.
-    if code in (
-        CUDA_ERROR_INVALID_CONTEXT, CUDA_ERROR_NOT_INITIALIZED, CUDA_ERROR_DEINITIALIZED, CUDA_ERROR_NO_DEVICE,
-        CUDA_ERROR_STREAM_CAPTURE_IMPLICIT,
-    ):
+    if means_none(code):
         return 0
     check(code, "cuStreamGetCaptureInfo", stream)
+
+
+cdef bint means_none(CUresult code) noexcept nogil:
+    """No context, CUDA not initialised or already shut down, no device, or the legacy stream beside somebody's capture."""
+    return code in (
+        CUDA_ERROR_INVALID_CONTEXT, CUDA_ERROR_NOT_INITIALIZED, CUDA_ERROR_DEINITIALIZED, CUDA_ERROR_NO_DEVICE,
+        CUDA_ERROR_STREAM_CAPTURE_IMPLICIT,
+    )
 
 
 cdef int check(CUresult code, str call, void *stream=NULL) except -1:
@@ -118,7 +148,7 @@ cdef int find_current_stream(void **handle) except -1:
     """torch's current stream, from C: no Python call, and CUDA is never initialised by it."""
     cdef CUdevice device
     cdef CUresult code
-    if state != READY and not driver_ready():
+    if owner_question_now() == NULL and not driver_ready():
         return 0
     # On the stream of its own managed capture a thread need not ask for its device. (Where it made another device the
     # current one meanwhile, this still says the capture's: at worst an owner lives as long as that graph.)

@@ -39,10 +39,10 @@ begin_hooks = []             # called with nothing when a managed capture has be
 cdef inline owner_list *open_here(void *stream) noexcept:
     """The list of the managed capture that this thread began on that stream, without asking the driver; or NULL."""
     cdef owner_list *owners
-    if not managed_open or managed_here.capture == 0 or managed_here.stream != stream or state != READY:
+    if not managed_open or managed_here.capture == 0 or managed_here.stream != stream or owner_question_now() == NULL:
         return NULL
     owners = list_of(managed_here.capture)
-    if owners == NULL or owners.sealed or owners.object == NULL:
+    if owners == NULL or owners.sealed or not owner_list_attached(owners):
         return NULL
     return owners
 
@@ -85,10 +85,9 @@ cdef class ManagedCapture:
             return
         if self.open:
             self.close()
-            owners = list_of(self.id)
+            owners = close_list(self.id)
             if owners == NULL:
                 return
-            close_list(owners)
             if owners.object == NULL:
                 discard(owners)
                 return
@@ -112,7 +111,7 @@ cdef class ManagedCapture:
             return
         owners = list_of(self.id)
         if owners != NULL and owners.sealed:
-            owners.ended = True
+            owner_list_end(owners)
         if self.object == NULL or graph == NULL:
             return
         check(driver.cuGraphRetainUserObject(graph, self.object, 1, 0), "cuGraphRetainUserObject")
@@ -270,6 +269,7 @@ cdef class ManagedCapture:
         global managed_open, managed_here
         self.open = False
         managed_open -= 1
+        owner_gate_managed(managed_open)
         if managed_here.capture == self.id:
             managed_here = self.before
 
@@ -283,8 +283,11 @@ cdef class ManagedCapture:
             self.close()
             owners = list_of(self.id)
             if owners != NULL and owners.managed:
-                close_list(owners)
-                owners.ended = True
+                owners = close_list(self.id)
+            else:
+                owners = NULL
+            if owners != NULL:
+                owner_list_end(owners)
                 if owners.object == NULL:
                     discard(owners)
                 else:
@@ -343,6 +346,7 @@ def begin(stream=None):
     managed.epoch = epoch
     managed.open = True
     managed_open += 1
+    owner_gate_managed(managed_open)
     managed.before = managed_here
     managed_here.stream = handle
     managed_here.capture = capture
@@ -367,12 +371,17 @@ def count_cycle():
     cycles += 1
 
 
-cdef void close_list(owner_list *owners) noexcept:
+cdef owner_list *close_list(uint64_t capture) noexcept:
+    """Seals the list of that capture; NULL: there is none."""
     global current_list
-    if current_list == owners:
-        current_list = NULL
-    owner_list_seal(owners)
-    owners.scopes = NULL
+    cdef owner_list *owners
+    drain()
+    owners = owner_index_seal(&index, capture)
+    if owners != NULL:
+        if current_list == owners:
+            current_list = NULL
+        owners.scopes = NULL
+    return owners
 
 
 cdef void discard(owner_list *owners) noexcept:
@@ -386,18 +395,15 @@ cdef void forget_managed() noexcept:
     global managed_open, fences, polling, epoch
     cdef fence *wait
     cdef owner_list *each
-    cdef owner_list *after
-    cdef size_t i
     epoch += 1
     managed_open = polling = 0
+    owner_gate_managed(0)
     while fences != NULL:
         wait, fences = fences, fences.next
         free(wait)
     drain()
-    for i in range(index.size):
-        each = index.buckets[i]
-        while each != NULL:
-            after = each.chain
-            if each.object == NULL:  # a managed capture that retained nothing: no user object knows its list
-                discard(each)
-            each = after
+    while True:
+        each = owner_index_take_unattached(&index)  # a managed capture that retained nothing: no user object knows its list
+        if each == NULL:
+            break
+        discard(each)

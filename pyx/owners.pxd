@@ -10,6 +10,10 @@ cdef extern from "owners.h" nogil:
         void *object
         void (*release)(void *) noexcept
 
+    ctypedef struct opaque_entry:
+        owner_entry owner
+        size_t before
+
     ctypedef struct owner_list:
         owner_list *next
         owner_list *chain
@@ -18,6 +22,8 @@ cdef extern from "owners.h" nogil:
         size_t count
         size_t capacity
         size_t cursor
+        opaque_entry *opaque
+        size_t opaque_count
         void *context
         void *graph
         void *object
@@ -37,18 +43,44 @@ cdef extern from "owners.h" nogil:
 
     sem_t owner_dead_wake
 
+    void owner_lock()
+    void owner_unlock()
+    void owner_lock_reset()
+
     void owner_list_check(const owner_list *list)
     owner_list *owner_list_new(uint64_t capture)
     void owner_list_free(owner_list *list)
     int owner_list_reserve(owner_list *list, size_t more)
     void owner_list_append(owner_list *list, void *object, void (*release)(void *) noexcept)
-    void owner_list_seal(owner_list *list)
+    int owner_list_reserve_opaque(owner_list *list)
+    void owner_list_append_opaque(owner_list *list, void *object, void (*release)(void *) noexcept)
+    size_t owner_list_count(const owner_list *list)
+    bint owner_list_empty(const owner_list *list)
+    owner_entry owner_list_take(owner_list *list)
+    bint owner_list_attached(const owner_list *list)
+    void owner_list_attach(owner_list *list, void *object)
+    bint owner_list_is_dead(const owner_list *list)
+    void owner_list_end(owner_list *list)
 
     void owner_index_check(const owner_index *index)
+    owner_list *owner_index_find_locked(const owner_index *index, uint64_t capture)
+    int owner_index_reserve_locked(owner_index *index)
+    void owner_index_insert_locked(owner_index *index, owner_list *list)
+    void owner_index_remove_locked(owner_index *index, owner_list *list)
     owner_list *owner_index_find(const owner_index *index, uint64_t capture)
     int owner_index_reserve(owner_index *index)
     void owner_index_insert(owner_index *index, owner_list *list)
     void owner_index_remove(owner_index *index, owner_list *list)
+    owner_list *owner_index_seal(owner_index *index, uint64_t capture)
+    owner_list *owner_index_take_unattached(owner_index *index)
+
+    void *owner_question_now()
+    void owner_question_set(void *function)
+    const void *owner_gate_word()
+    bint owner_gate_any()
+    void owner_gate_managed(unsigned int captures)
+    void owner_gate_watched(bint watched)
+    void owner_gate_met()
 
     void owner_list_died(void *list)
     void owner_dead_reset()

@@ -51,6 +51,7 @@ cdef owner_list *queue_first = NULL  # dead lists, the first to die first
 cdef owner_list *queue_last = NULL
 cdef int releasing = 0               # calls of release_some() that any thread is inside of
 cdef bint reclaimer_started = False  # or could not be: it is tried once
+cdef bint reclaimer_asked = False    # of the main thread, by a caller without the GIL
 cdef bint reclaimer_runs = False
 cdef bint stopping = False
 cdef unsigned int process = 0        # grows in each forked child
@@ -96,7 +97,7 @@ def reclaim(timeout=None):
             if released != seen:
                 seen = released
                 quiet_since = now
-            if now >= limit or not on_their_way() and (not live or now - quiet_since > LATE_DESTRUCTOR):
+            if now >= limit or not on_their_way() and (not lists_alive() or now - quiet_since > LATE_DESTRUCTOR):
                 break
             with nogil:
                 nap()
@@ -111,17 +112,21 @@ cdef bint on_their_way() noexcept:
 
 cdef void drain() noexcept:
     """Takes the dead lists from the stack: out of the index, into the queue. Runs no Python code."""
-    global queue_first, queue_last, dead, live
+    global queue_first, queue_last, dead, live, current_list
     cdef owner_list *each
     cdef owner_list *first = owner_dead_take()
     while first != NULL:
         each = first
         first = first.next
         each.next = NULL
-        forget(each)
+        owner_lock()  # whoever was retaining into it without the GIL has done so, and nobody will find it again
+        owner_index_remove_locked(&index, each)
         if each.object != NULL:
             live -= 1
-        dead += each.count
+        owner_unlock()
+        if current_list == each:
+            current_list = NULL
+        dead += owner_list_count(each)
         if queue_last != NULL:
             queue_last.next = each
         else:
@@ -159,7 +164,7 @@ cdef size_t release_some(size_t most) noexcept:
         owners = queue_first
         if owners == NULL:
             break
-        if owners.cursor == owners.count:
+        if owner_list_empty(owners):
             queue_first = owners.next
             if queue_first == NULL:
                 queue_last = NULL
@@ -175,8 +180,7 @@ cdef size_t release_some(size_t most) noexcept:
                 context = NULL  # it was destroyed: the owners go without it
                 owners.context = NULL
         owner_list_check(owners)
-        entry = owners.entries[owners.cursor]
-        owners.cursor += 1
+        entry = owner_list_take(owners)
         done += 1
         if entry.release != NULL:
             entry.release(entry.object)
@@ -201,13 +205,15 @@ cdef void start_reclaimer() noexcept:
     """On the first list of the process. A thread that cannot be started (at exit, out of threads) is not missed:
     `reclaim()` does its work, and what nobody reclaims is left to the process's end."""
     global reclaimer_started, reclaimer_runs
+    owner_lock()
     reclaimer_started = True
+    owner_unlock()
     if stopping:
         return
     try:
         import _thread
         import atexit
-        atexit.unregister(stop_reclaimer)  # a forked child has its parent's
+        atexit.unregister(stop_reclaimer)  # from the import of this module, or the parent's of a forked child
         atexit.register(stop_reclaimer)
         _thread.start_new_thread(reclaimer, ())
         reclaimer_runs = True
@@ -249,7 +255,9 @@ def stop_reclaimer():
     drain()
     while seconds_now() < limit and not managed_open and release_some(1):
         pass
-    stopping = True
+    owner_lock()
+    stopping = True  # and nobody asks for the thread any more
+    owner_unlock()
     if reclaimer_runs:
         reclaimer_runs = False
         sem_post(&owner_dead_wake)
@@ -259,23 +267,33 @@ def stop_reclaimer():
 
 cdef void forked() noexcept nogil:
     """In a child, right after fork. What was inherited is the parent's: its memory is leaked here, its owners never touched."""
-    global state, retained, leaked, dead, live, index, current_list, queue_first, queue_last, releasing, releasing_here
-    global reclaimer_started, reclaimer_runs, managed_open, fences, polling, epoch, process
+    global state, leaked, dead, live, index, current_list, queue_first, queue_last, releasing, releasing_here
+    global reclaimer_started, reclaimer_asked, reclaimer_runs, managed_open, fences, polling, epoch, process
     owner_dead_reset()
-    leaked = retained - released
+    owner_lock_reset()  # its holder was a thread of the parent
+    leaked = retained + retained_opaque - released
     dead = live = 0
     index = owner_index(NULL, 0, 0)
     current_list = queue_first = queue_last = NULL
     releasing = releasing_here = 0
-    reclaimer_started = reclaimer_runs = False
+    reclaimer_started = reclaimer_asked = reclaimer_runs = False
     managed_open = polling = 0
+    owner_gate_managed(0)
     fences = NULL
     epoch += 1
     process += 1
     if state == READY:
         state = FORKED
+        owner_question_set(NULL)
 
 
+def _at_exit():
+    """Also where no thread was started: callers without the GIL must know that the interpreter goes."""
+    import atexit
+    atexit.register(stop_reclaimer)
+
+
+_at_exit()
 owner_dead_reset()
 sem_init(&reclaimer_stopped, 0, 0)
 pthread_atfork(NULL, NULL, forked)

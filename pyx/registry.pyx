@@ -1,10 +1,11 @@
 # cython: language_level=3
 """The registry: which owners each captured graph keeps alive.
 
-It owns every owner list from the first `retain` of a capture until the last owner of the list was released. All of its
-state is guarded by the GIL, which is never given up between the driver's answer and the append that rests on it. The one
-function that runs without the GIL is the destructor, in owners.h. This file holds the way in (retaining, attaching);
-asking.pxi holds what is asked of the driver, scopes.pxi `collect` and `suspend`, reclaim.pxi the way out (queue, thread,
+It owns every owner list from the first `retain` of a capture until the last owner of the list was released. Its state is
+guarded by the GIL, which is never given up between the driver's answer and the append that rests on it; what callers
+without the GIL reach too (index, attaching, `state`) by the lock of owners.h. The driver itself calls one function, the
+destructor, in owners.h. This file holds the way in (retaining, attaching); opaque.pxi the way in without the GIL and the C
+API; asking.pxi what is asked of the driver, scopes.pxi `collect` and `suspend`, reclaim.pxi the way out (queue, thread,
 exit, fork), managed.pxi the captures whose begin and end we see, fences.pxi the wait for their replays.
 """
 
@@ -45,6 +46,32 @@ cdef extern from "shortcuts.h":
     int note_plain(object owner)
 
 
+cdef extern from "arena.h":
+    enum:
+        ARENA_RETAINED
+        ARENA_NOT_CAPTURING
+        ARENA_RAISED
+        ARENA_NULL
+        ARENA_INVALIDATED
+        ARENA_SEALED
+        ARENA_ENDED
+        ARENA_NO_MEMORY
+        ARENA_NO_DRIVER
+        ARENA_REFUSED
+        ARENA_SLOTS
+    ctypedef struct arena_api:
+        size_t slots
+        const char *version
+        const unsigned int *gate
+        int (*retain)(PyObject *owner, void *stream) noexcept
+        int (*retain_opaque)(void *owner, void (*release)(void *) noexcept nogil, void *stream) noexcept nogil
+        int (*capturing)(void *stream) noexcept nogil
+        int (*set_error)(int code, void *stream) noexcept
+
+ctypedef CUresult (*question_type)(
+    CUstream, CUstreamCaptureStatus *, uint64_t *, CUgraph *, const CUgraphNode **, size_t *) noexcept nogil
+
+
 debug_level = ARENA_DEBUG  # that this was built with: 0, 1 or 2
 
 
@@ -60,7 +87,8 @@ class CaptureError(RuntimeError):
     __module__ = "arena"
 
 
-# What one look at `state` tells the hot path: anything but READY goes the slow way.
+# Whether the driver may be called. Read and written with the lock; the hot path looks at owner_question_now(), which is not
+# NULL exactly while this is READY.
 cdef enum:
     UNASKED = 0   # nobody needed the driver yet
     READY = 1     # `driver` is filled
@@ -73,13 +101,14 @@ cdef driver_table driver
 cdef char[256] why
 
 cdef owner_index index                # lists that take owners, or did and are held by a graph
-cdef owner_list *current_list = NULL  # the one used last; NULL, or in `index`, with an object, and open
+cdef owner_list *current_list = NULL  # the one used last; NULL, or in `index` (or dead), with an object, and open
 
-cdef uint64_t retained = 0  # owners ever retained: == owners alive + dead + released + leaked
+cdef uint64_t retained = 0         # owners ever retained with the GIL
+cdef uint64_t retained_opaque = 0  # the lock's: and without; both == owners alive + dead + released + leaked
 cdef uint64_t dead = 0      # owners of dead lists, not yet released
 cdef uint64_t released = 0  # owners let go
 cdef uint64_t leaked = 0    # owners that never will be (a forked child's)
-cdef size_t live = 0        # lists whose user object exists
+cdef size_t live = 0        # the lock's: lists whose user object exists
 
 
 # ---- public ----
@@ -204,12 +233,14 @@ def stats():
     """
     cdef Stats now = Stats.__new__(Stats)
     drain()
+    owner_lock()
     now.lists = live
-    now.owners = retained - dead - released - leaked
+    now.retained = retained + retained_opaque
+    owner_unlock()
+    now.owners = now.retained - dead - released - leaked
     now.dead = dead
     now.released = released
     now.leaked = leaked
-    now.retained = retained
     now.cycles = cycles
     return now
 
@@ -245,7 +276,7 @@ def enter_relaxed():
         What `leave_relaxed` needs, or None if there is nothing to restore.
     """
     cdef CUstreamCaptureMode mode
-    return mode if state == READY and relax(&mode) else None
+    return mode if owner_question_now() != NULL and relax(&mode) else None
 
 
 def leave_relaxed(mode):
@@ -268,15 +299,12 @@ cdef int retain_on(object owner, void *stream) except -1:
 
 
 cdef int retain_opaque(void *thing, void (*release)(void *) noexcept nogil, void *stream) except -1:
-    global retained
-    if thing == NULL or release == NULL:
-        raise ValueError("an opaque owner needs an object and a release function, neither of them NULL")
-    cdef owner_list *owners = list_for(stream, 1)
-    if owners == NULL:
-        return 0
-    owner_list_append(owners, thing, release)
-    retained += 1
-    return 1
+    cdef int code = retain_opaque_nogil(thing, release, stream)
+    if code < 0:
+        raise_for(code, stream)
+    if code and not reclaimer_started:
+        start_reclaimer()
+    return code
 
 
 cdef int current_capture(void **stream, uint64_t *capture) except -1:
@@ -293,19 +321,34 @@ cdef int current_capture(void **stream, uint64_t *capture) except -1:
 
 cdef int use_driver(const void *table) except -1:
     global driver, state
+    cdef bint in_use
     if table == NULL:
         forget_managed()  # the simulated driver has ended, and with it all that these could hold
     release_now()
-    if live or queue_first != NULL or fences != NULL or managed_open:
+    owner_lock()
+    in_use = live or queue_first != NULL or fences != NULL or managed_open
+    if not in_use:
+        # Who has asked without the GIL looks, with the lock, whether the question is still the same, or asks again.
+        owner_question_set(NULL)
+        if table != NULL:
+            driver = (<const driver_table *>table)[0]
+            state = READY
+            owner_question_set(<void *>driver.cuStreamGetCaptureInfo)
+        else:
+            state = UNASKED
+    owner_unlock()
+    if in_use:
         raise RuntimeError(
-            f"the driver cannot be exchanged while {live} owner lists are alive, {dead} owners wait to be released "
+            f"the driver cannot be exchanged while {lists_alive()} owner lists are alive, {dead} owners wait to be released "
             f"and {managed_open} managed captures are open")
-    if table != NULL:
-        driver = (<const driver_table *>table)[0]
-        state = READY
-    else:
-        state = UNASKED
     return 0
+
+
+cdef size_t lists_alive() noexcept:
+    owner_lock()
+    cdef size_t now = live
+    owner_unlock()
+    return now
 
 
 # ---- attaching and appending ----
@@ -317,15 +360,16 @@ cdef inline int keep_if_capturing(object owner, void *stream) except -1:
     cdef CUgraph graph
     cdef CUresult code
     cdef owner_list *owners = current_list
+    cdef void *question = owner_question_now()
     if managed_open:
         # Inside a managed capture its thread need not ask; see open_here(), of which this is the common case.
-        if state == READY and owners != NULL and managed_here.stream == stream and owners.capture == managed_here.capture and (
+        if question != NULL and owners != NULL and managed_here.stream == stream and owners.capture == managed_here.capture and (
             not owner_dead_any() and owners.count < owners.capacity and is_plain(owner)
         ):
             keep(owners, owner)
             return 1
-    elif state == READY:
-        code = driver.cuStreamGetCaptureInfo(<CUstream>stream, &status, &capture, &graph, NULL, NULL)
+    elif question != NULL:
+        code = (<question_type>question)(<CUstream>stream, &status, &capture, &graph, NULL, NULL)
         if code != CUDA_SUCCESS or status == CU_STREAM_CAPTURE_STATUS_INVALIDATED:
             return no_capture(stream, code)
         if status == CU_STREAM_CAPTURE_STATUS_NONE:
@@ -348,7 +392,7 @@ cdef int keep_slowly(object owner, void *stream) except -1:
         owners = list_of(capture)
     if not note_plain(owner):
         return retain_all(owners_of(owner), stream)
-    if owners == NULL or owners.sealed or owners.object == NULL:
+    if owners == NULL or owners.sealed or not owner_list_attached(owners):
         owners = list_for(stream, 1)
         if owners == NULL:
             return 0
@@ -367,7 +411,7 @@ cdef inline owner_list *list_of(uint64_t capture) noexcept:
     if current_list != NULL and current_list.capture == capture:
         return current_list
     cdef owner_list *owners = owner_index_find(&index, capture)
-    if owners != NULL and owners.object != NULL and not owners.sealed:
+    if owners != NULL and owner_list_attached(owners) and not owners.sealed:
         current_list = owners
     return owners
 
@@ -384,48 +428,84 @@ cdef owner_list *list_for(void *stream, size_t more) except? NULL:
 
     No Python code runs between the driver's last answer and the return, and what follows the return cannot fail.
     """
+    global current_list
     cdef uint64_t capture
     cdef CUgraph graph
+    cdef attempt at
     cdef owner_list *owners
+    cdef int code
     while True:
         if not ask(stream, &capture, &graph):
             return NULL
         owners = list_of(capture)
-        if owners != NULL and owners.sealed:
-            if not owners.ended:
-                raise CaptureError(f"capture {capture} was sealed with {owners.count} owners and takes no more")
-            forget(owners)  # a second capture into the same graph: same id, a list of its own
-            owners = NULL
-        if owners != NULL and owners.object != NULL:
-            if owner_list_reserve(owners, more):
-                no_memory(owners)
-            return owners
-        if reclaimer_started:
-            return attach(owners, stream, capture, graph, more)
+        if reclaimer_started or (owners != NULL and (owners.sealed and not owners.ended or owner_list_attached(owners))):
+            break
         start_reclaimer()  # may run Python code: ask again
+    owner_lock()
+    code = place(&at, stream, capture, graph, more, False)
+    owner_unlock()
+    if code != ARENA_RETAINED:
+        raise_for(code, stream, &at)
+    current_list = at.owners
+    return at.owners
 
 
 cdef int no_memory(owner_list *owners) except -1:
     raise MemoryError(f"no memory for owner {owners.count + 1} of capture {owners.capture}")
 
 
-cdef owner_list *attach(owner_list *owners, void *stream, uint64_t capture, CUgraph graph, size_t more) except NULL:
+# One attempt to find or make the list of a capture: what came of it, and what to say if nothing did.
+cdef struct attempt:
+    owner_list *owners  # the list; NULL: none could be made
+    uint64_t capture
+    const char *call    # of the driver, that refused; or NULL
+
+
+cdef int place(
+    attempt *at, void *stream, uint64_t capture, CUgraph graph, size_t more, bint opaque
+) noexcept nogil:
+    """Finds or makes the open list of that capture, which the driver has just named for this stream, with room for `more`
+    owners or for one that is opaque. With the lock, with or without the GIL.
+
+    Returns ARENA_RETAINED, or why not; then nothing was changed.
+    """
+    cdef owner_list *owners = owner_index_find_locked(&index, capture)
+    at.owners = owners
+    at.capture = capture
+    at.call = NULL
+    if owners != NULL and (owner_list_is_dead(owners) or owners.ended):
+        # A second capture into the same graph, or its objects were taken from it: same id, a list of its own.
+        owner_index_remove_locked(&index, owners)
+        owners = NULL
+    if owners == NULL or owners.object == NULL and not owners.sealed:
+        return attach(at, owners, stream, graph, more, opaque)
+    if owners.sealed:
+        return ARENA_SEALED
+    return ARENA_NO_MEMORY if reserve(owners, more, opaque) else ARENA_RETAINED
+
+
+cdef inline int reserve(owner_list *owners, size_t more, bint opaque) noexcept nogil:
+    return owner_list_reserve_opaque(owners) if opaque else owner_list_reserve(owners, more)
+
+
+cdef int attach(attempt *at, owner_list *owners, void *stream, CUgraph graph, size_t more, bint opaque) noexcept nogil:
     """The first owner of a capture: one user object, whose destructor is the list's death. `owners`: NULL, or a managed
-    list without an object yet."""
-    global current_list, live
+    list without an object yet. As place()."""
+    global live
     cdef bint fresh = owners == NULL
     cdef CUuserObject object = NULL
     cdef CUgraph graph_now
     cdef uint64_t capture_now
+    cdef CUstreamCaptureStatus status = CU_STREAM_CAPTURE_STATUS_NONE
     cdef CUresult code
     cdef CUcontext context = NULL
-    cdef bint same
     if fresh:
-        owners = owner_list_new(capture)
-    if owners == NULL or owner_list_reserve(owners, more) or owner_index_reserve(&index):
+        owners = owner_list_new(at.capture)
+    at.owners = NULL
+    if owners == NULL or reserve(owners, more, opaque) or owner_index_reserve_locked(&index):
         if fresh and owners != NULL:
             owner_list_free(owners)
-        raise MemoryError(f"no memory for the owner list of capture {capture}")
+        return ARENA_NO_MEMORY
     driver.cuCtxGetCurrent(&context)
     owners.context = context
     owners.graph = graph
@@ -435,46 +515,75 @@ cdef owner_list *attach(owner_list *owners, void *stream, uint64_t capture, CUgr
     if code != CUDA_SUCCESS:
         if fresh:
             owner_list_free(owners)
-        check(code, "cuUserObjectCreate", stream)
+        at.call = "cuUserObjectCreate"
+        return ARENA_REFUSED - code
     # From here on the list belongs to the object: if the object goes, the destructor sends the (still empty) list to
-    # the reclaimer, so no failure below frees anything itself.
+    # the reclaimer, so no failure below frees anything itself. Nobody frees the list meanwhile: that needs our lock.
     code = driver.cuGraphRetainUserObject(graph, object, 1, CU_GRAPH_USER_OBJECT_MOVE)
     if code != CUDA_SUCCESS:
         replace_managed(owners)
         driver.cuUserObjectRelease(object, 2 if owners.managed else 1)
-        check(code, "cuGraphRetainUserObject", stream)
+        at.call = "cuGraphRetainUserObject"
+        return ARENA_REFUSED - code
     # Threads that do not need the GIL may have ended this capture meanwhile, and graph handles are recycled at once.
-    try:
-        same = ask(stream, &capture_now, &graph_now) == 1 and capture_now == capture
-    except Exception:  # invalidated, or no answer
-        same = False
-    if not same:
+    code = driver.cuStreamGetCaptureInfo(<CUstream>stream, &status, &capture_now, &graph_now, NULL, NULL)
+    if code != CUDA_SUCCESS or status != CU_STREAM_CAPTURE_STATUS_ACTIVE or capture_now != at.capture:
         replace_managed(owners)
         driver.cuGraphReleaseUserObject(graph, object, 1)
         if owners.managed:
             driver.cuUserObjectRelease(object, 1)
-        raise CaptureError(f"capture {capture} on stream {<intptr_t>stream:#x} ended while an owner was being retained")
-    owners.object = object
+        return ARENA_ENDED
+    if not owners.managed:
+        owner_gate_met()
+    owner_list_attach(owners, object)
     if fresh:
-        owner_index_insert(&index, owners)
-    current_list = owners
+        owner_index_insert_locked(&index, owners)
     live += 1
-    return owners
+    at.owners = owners
+    return ARENA_RETAINED
 
 
-cdef void replace_managed(owner_list *owners) noexcept:
+cdef int raise_for(int code, void *stream, const attempt *at=NULL) except -1:
+    """The exception for a negative code; `at` where it is known what was attempted."""
+    where = f"stream {<intptr_t>stream:#x}"
+    if code == ARENA_NULL:
+        raise ValueError("an opaque owner needs an object and a release function, neither of them NULL")
+    if code == ARENA_INVALIDATED:
+        no_capture(stream, CUDA_SUCCESS)
+    if code == ARENA_SEALED:
+        if at == NULL:
+            raise CaptureError(f"the capture on {where} was sealed and takes no more owners")
+        raise CaptureError(
+            f"capture {at.capture} was sealed with {owner_list_count(at.owners)} owners and takes no more")
+    if code == ARENA_ENDED:
+        what = f"capture {at.capture}" if at != NULL else "the capture"
+        raise CaptureError(f"{what} on {where} ended while an owner was being retained")
+    if code == ARENA_NO_MEMORY:
+        if at == NULL:
+            raise MemoryError(f"no memory for an opaque owner on {where}")
+        if at.owners == NULL:
+            raise MemoryError(f"no memory for the owner list of capture {at.capture}")
+        no_memory(at.owners)
+    if code == ARENA_NO_DRIVER:
+        raise DriverError(why.decode())
+    if code <= ARENA_REFUSED:
+        check(ARENA_REFUSED - code, at.call.decode() if at != NULL and at.call != NULL else "retaining an owner", stream)
+    raise ValueError(f"{code} is no code of a failed call")
+
+
+cdef void replace_managed(owner_list *owners) noexcept nogil:
     """A managed list that is about to die with its refused object leaves an empty one in its place. Without memory for that
-    the capture goes on as one that is not managed: held by the executable."""
+    the capture goes on as one that is not managed: held by the executable. With the lock."""
     cdef owner_list *again
     if not owners.managed:
         return
-    forget(owners)
+    owner_index_remove_locked(&index, owners)
     again = owner_list_new(owners.capture)
     if again != NULL:
         again.managed = True
         again.scopes = owners.scopes
         again.graph = owners.graph
-        owner_index_insert(&index, again)  # into the room that was just left
+        owner_index_insert_locked(&index, again)  # into the room that was just left
 
 
 cdef void forget(owner_list *owners) noexcept:
@@ -517,6 +626,7 @@ cdef int retain_all(tuple owners, void *stream) except -1:
 
 
 include "asking.pxi"
+include "opaque.pxi"
 include "scopes.pxi"
 include "reclaim.pxi"
 include "fences.pxi"
