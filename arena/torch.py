@@ -19,7 +19,7 @@ from typing import Any
 
 import torch  # type: ignore[import-not-found, unused-ignore]
 
-from arena import _registry
+from arena import _registry, dynamo
 
 __all__ = ["CUDAGraph", "graph", "install", "installed", "uninstall"]
 
@@ -54,6 +54,7 @@ def managed_here() -> _registry.ManagedCapture | None:
     try:
         return _registry.begin()
     except Exception:
+        _registry.watched(False)
         log.warning("this capture is not managed: its executable will hold the owners itself", exc_info=True)
         return None
 
@@ -358,6 +359,7 @@ def install() -> None:
     with _lock:
         if not _replaced:
             patch(torch.cuda.CUDAGraph, torch.cuda.graph)
+            _registry.watched(not capturing())
 
 
 def uninstall() -> None:
@@ -370,6 +372,7 @@ def uninstall() -> None:
         for kind, name, _ in _replaced:
             if not getattr(vars(kind).get(name), "_arena", name == "_arena_capture"):
                 raise RuntimeError(f"{kind.__name__}.{name} was patched by others since: remove that first")
+        _registry.watched(False)
         while _replaced:
             kind, name, before = _replaced.pop()
             if name == "_arena_capture":
@@ -378,6 +381,14 @@ def uninstall() -> None:
                 delattr(kind, name)
             else:
                 setattr(kind, name, before)
+
+
+def capturing() -> bool:
+    """Whether the current stream is in a capture that was begun before `install()`."""
+    try:
+        return _registry.capture_id() is not None
+    except RuntimeError:  # invalidated, or a driver that is too old
+        return True
 
 
 def installed() -> bool:
@@ -439,3 +450,5 @@ class graph(torch.cuda.graph):  # type: ignore[misc, unused-ignore]
 
 
 setattr(graph, "__enter__", inherited("__enter__", torch.cuda.graph))  # noqa: B010 - as above
+
+dynamo.teach()

@@ -81,13 +81,6 @@ typedef struct owner_list {
 
 /* ---- the lock ---- */
 
-#ifndef ARENA_UNLOCK /* the stress test weakens these two, to see ThreadSanitizer object */
-#define ARENA_UNLOCK memory_order_release
-#endif
-#ifndef ARENA_COUNT
-#define ARENA_COUNT(place, value) __atomic_store_n(place, value, __ATOMIC_RELAXED)
-#endif
-
 static _Atomic bool owner_locked;
 #if ARENA_DEBUG
 static __thread bool owner_locked_here;
@@ -115,7 +108,8 @@ static inline void owner_unlock(void) {
 #if ARENA_DEBUG
     owner_locked_here = false;
 #endif
-    atomic_store_explicit(&owner_locked, false, ARENA_UNLOCK); /* release: pairs with the acquire in owner_lock() */
+    /* release: pairs with the acquire in owner_lock() */
+    atomic_store_explicit(&owner_locked, false, memory_order_release);
 }
 
 /* In a forked child, whose parent's other threads may have held it. relaxed: one thread. */
@@ -185,7 +179,7 @@ static inline void owner_list_append(owner_list *list, void *object, owner_relea
     ARENA_ASSERT(object && !list->sealed && list->count < list->capacity);
     list->entries[list->count] = (owner_entry){object, release};
     /* relaxed: a place in the order, no more; pairs with the load in owner_list_append_opaque() */
-    ARENA_COUNT(&list->count, list->count + 1);
+    __atomic_store_n(&list->count, list->count + 1, __ATOMIC_RELAXED);
 }
 
 /* Room for one more opaque owner. With the lock. */

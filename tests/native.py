@@ -1,4 +1,4 @@
-"""Compiles what tests and benchmarks need in C: a program, or an extension that cimports the installed arena as an op library
+"""Compiles what tests and benchmarks need in C: a program, or an extension that uses the arena that is imported as an op library
 does. Everything lands in a temporary folder of the process."""
 
 import functools
@@ -57,7 +57,24 @@ def extension(name):
     headers = sysconfig.get_path("include")
     command = ["gcc", "-O2", "-shared", "-fPIC", f"-I{headers}", str(generated), "-o", str(target)]
     subprocess.run(command, check=True, capture_output=True, text=True)
-    spec = importlib.util.spec_from_file_location(name, target)
+    return load(target)
+
+
+@functools.cache
+def c_extension(name):
+    """Builds tests/<name>.c with the arena.h of the arena that is imported; returns its path."""
+    target = folder() / f"{name}{sysconfig.get_config_var('EXT_SUFFIX')}"
+    include = [f"-I{sysconfig.get_path('include')}", f"-I{arena.get_include()}"]
+    command = ["gcc", "-std=gnu11", "-O2", "-Wall", "-Wextra", "-Werror", "-shared", "-fPIC", *include]
+    command += [str(TESTS / f"{name}.c"), "-o", str(target), "-lpthread"]
+    subprocess.run(command, check=True, capture_output=True, text=True)
+    return target
+
+
+def load(path):
+    """A new module from that file: each load of a C extension that keeps state outside its module shares that state."""
+    name = path.name.split(".")[0]
+    spec = importlib.util.spec_from_file_location(name, path)
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module

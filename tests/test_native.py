@@ -30,6 +30,7 @@ def test_the_owner_list_is_clean_under_sanitizers(flags):
     run = stress(*flags)
     assert run.returncode == 0, run.stderr
     assert "80000 lists" in run.stdout
+    assert "300 captures" in run.stdout
     assert run.stderr == ""
 
 
@@ -38,6 +39,29 @@ def test_thread_sanitizer_objects_when_the_release_store_is_weakened():
     run = stress("-fsanitize=thread", "-DARENA_PUBLISH=memory_order_relaxed")
     assert run.returncode != 0
     assert "data race" in run.stderr
+
+
+@pytest.mark.parametrize(
+    ("right", "wrong", "complaint"),
+    [
+        (
+            "atomic_store_explicit(&owner_locked, false, memory_order_release)",
+            "atomic_store_explicit(&owner_locked, false, memory_order_relaxed)",
+            "data race",
+        ),
+        ("__atomic_store_n(&list->count, list->count + 1, __ATOMIC_RELAXED)", "list->count++", "data race"),
+        ("size_t before = __atomic_load_n(&list->count, __ATOMIC_RELAXED)", "size_t before = 0", "out of order"),
+    ],
+    ids=["unlock", "count", "place"],
+)
+def test_without_any_one_part_of_the_lock_and_the_order_the_stress_fails(tmp_path, right, wrong, complaint):
+    """The tests of the test, for what callers without the GIL rest on."""
+    source = (native.HEADERS / "owners.h").read_text()
+    assert source.count(right) == 1
+    (tmp_path / "owners.h").write_text(source.replace(right, wrong))
+    run = stress("-fsanitize=thread", f"-I{tmp_path}")
+    assert run.returncode != 0
+    assert complaint in run.stderr
 
 
 CORE = ["test_retain.py", "test_scopes.py", "test_reclaim.py", "test_managed.py"]

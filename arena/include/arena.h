@@ -48,14 +48,14 @@ typedef struct arena_api {
 
 /* One of each in a shared library, however many of its files include this. */
 #define ARENA_SHARED __attribute__((weak, visibility("hidden")))
-extern const unsigned arena_never;
-extern const unsigned arena_always;
-extern const arena_api *arena_table;
-extern const unsigned *arena_gate;
-ARENA_SHARED const unsigned arena_never = 0;
-ARENA_SHARED const unsigned arena_always = 1;
-ARENA_SHARED const arena_api *arena_table = NULL;
-ARENA_SHARED const unsigned *arena_gate = &arena_never;
+extern ARENA_SHARED const unsigned arena_never;
+extern ARENA_SHARED const unsigned arena_always;
+extern ARENA_SHARED const arena_api *arena_table;
+extern ARENA_SHARED const unsigned *arena_gate;
+const unsigned arena_never = 0;
+const unsigned arena_always = 1;
+const arena_api *arena_table = NULL;
+const unsigned *arena_gate = &arena_never;
 
 /* With the GIL. 0: arena is there. -1 with an ImportError: it is not, or it is older than this header. Twice is once. */
 static inline int arena_import(void) {
