@@ -363,9 +363,9 @@ cdef inline int keep_if_capturing(object owner, void *stream) except -1:
     cdef void *question = owner_question_now()
     if managed_open:
         # Inside a managed capture its thread need not ask; see open_here(), of which this is the common case.
-        if question != NULL and owners != NULL and managed_here.stream == stream and owners.capture == managed_here.capture and (
-            not owner_dead_any() and owners.count < owners.capacity and is_plain(owner)
-        ):
+        if question != NULL and owners != NULL and managed_here.stream == stream and (
+            owners.capture == managed_here.capture and not owner_dead_any()
+        ) and owners.count < owners.capacity and is_plain(owner):
             keep(owners, owner)
             return 1
     elif question != NULL:

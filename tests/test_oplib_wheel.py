@@ -1,5 +1,5 @@
-"""Op libraries in C, Cython and C++, built against an installed wheel of arena in an environment of its own, and used there. The
-wheel is built with the tools of this environment, so that no network is needed."""
+"""Op libraries in C, Cython and C++, built against an installed wheel of arena in an environment of its own, and used there.
+The wheel is built with the tools of this environment, so that no network is needed."""
 
 import importlib.util
 import os

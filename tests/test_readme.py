@@ -1,12 +1,14 @@
 """The README's code runs as it stands, and its commands are the ones that are tested."""
 
 import re
+import types
 import weakref
 from pathlib import Path
 
 import pytest
 
 import arena
+from arena.testing import simulated_driver
 
 README = (Path(__file__).parent.parent / "README.md").read_text()
 PYTHON = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
@@ -47,11 +49,67 @@ def test_the_install_example_runs():
     arena.torch.uninstall()
 
 
+class Scratch:
+    """Something that owns memory."""
+
+
+def lives_as_long_as_the_graph(call, scratch):
+    """Whether what `call(stream)` retained in a capture outlives its last other reference, which is in `scratch`."""
+    with simulated_driver() as cuda:
+        stream = cuda.Stream()
+        with stream, stream.capture() as capture:
+            call()
+        alive = weakref.ref(scratch.pop())
+        kept = alive() is not None
+        capture.graph.destroy()
+        arena.reclaim(5)
+        assert alive() is None
+    return kept
+
+
+def test_an_op_library_with_a_hook_needs_no_arena():
+    launched = []
+    my_ops = {"launch": launched.append}
+    exec(PYTHON[3], my_ops)
+    assert len(PYTHON[3].replace("\n\n", "\n").splitlines()) < 10
+    for hook in (arena.retain, None):  # None: the control
+        scratch = [Scratch()]
+        binding = types.SimpleNamespace(scratch=scratch[0])
+        my_ops["set_owner_hook"](hook)
+
+        def call(binding=binding):
+            my_ops["run"](binding)
+            del binding.scratch
+
+        assert lives_as_long_as_the_graph(call, scratch) is (hook is not None)
+        launched.clear()
+
+
+def test_an_object_that_names_its_owners_needs_no_arena():
+    names = {}
+    exec(PYTHON[4], names)
+    assert len(PYTHON[4].splitlines()) < 10
+    for kept in ("scratch", "plan", "output"):
+        parts = {name: Scratch() for name in ("scratch", "plan", "output")}
+        watched = [parts[kept]]
+
+        def call(parts=parts):
+            arena.retain(names["Binding"](**parts))
+            parts.clear()
+
+        assert lives_as_long_as_the_graph(call, watched) is (kept != "output")
+
+
+def test_the_commands_for_the_compiler_name_the_folder_of_the_header():
+    assert "arena.get_include()" in README
+    assert (Path(arena.get_include()) / "arena.h").exists()
+
+
 def test_every_python_example_is_run_here():
-    assert len(PYTHON) == 3
+    assert len(PYTHON) == 5
 
 
 def test_files_that_the_readme_names_exist():
-    names = set(re.findall(r"`(test_\w+\.py|\w+\.c)`", README))
+    names = set(re.findall(r"`(test_\w+\.py|\w+\.(?:c|cpp|pyx))`", README))
     assert names
     assert all((Path(__file__).parent / name).exists() for name in names)
