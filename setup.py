@@ -57,6 +57,7 @@ setup(
         [
             extension("_registry", "pyx/registry.pyx"),
             extension("_workspace", "pyx/workspace.pyx"),
+            extension("_audit", "pyx/audit.pyx"),
             extension("_simulator", "pyx/simulator.pyx", *sorted(glob("pyx/simulator*.c"))),
         ],
         # Generated C stays out of the sources: pyx/simulator.pyx and the hand-written pyx/simulator.c share a stem.

@@ -53,7 +53,8 @@ class Graph:
     @property
     def owners(self) -> int:
         """How many different user objects this graph itself holds."""
-    def add_node(self) -> None: ...
+    def add_node(self, name: str = "kernel", *parameters: int | bytes) -> None:
+        """Adds one kernel node; what it says of itself as for `Stream.kernel`."""
     def add_child(self, child: Graph) -> None: ...
     def add_conditional(self) -> Graph:
         """Adds a conditional node and returns its body, to be filled by `Stream.capture(into=body)`."""
@@ -115,8 +116,15 @@ class Stream:
         """Captures the body of the `with`; this stream is the current one meanwhile."""
     def begin_capture(self, mode: Mode = "global", *, into: Graph | None = None) -> None: ...
     def end_capture(self) -> Graph: ...
-    def kernel(self) -> None:
-        """One unit of work: a node where the stream is capturing, else nothing that can be seen."""
+    def kernel(self, name: str = "kernel", *parameters: int | bytes) -> None:
+        """One unit of work: a node where the stream is capturing, else nothing that can be seen.
+
+        An audit reads `name` and `parameters`: an int for 8 bytes, a bytes object for a struct by value.
+        """
+    def copy(self, to: int, source: int, length: int, *, to_host: bool = False, from_host: bool = False) -> None:
+        """cuMemcpyAsync: a node where the stream is capturing. Nothing is copied."""
+    def fill(self, to: int, length: int) -> None:
+        """cuMemsetD8Async: a node where the stream is capturing. Nothing is filled."""
     def wait(self, other: Stream | Event) -> None:
         """Work that comes later on this stream waits for `other`; forks or joins a capture."""
     def invalidate(self) -> None:
@@ -164,6 +172,10 @@ class Driver:
     def reset_context(self) -> None:
         """cuDevicePrimaryCtxReset of the current device: its graphs, executables, streams and events are gone."""
     # The simulator's own: no real driver has these.
+    def plant(self, size: int, *, host: bool = False) -> int:
+        """Plants an allocation of the driver's own: an address that pointers can point to. Nothing lies there."""
+    def unplant(self, address: int) -> None:
+        """Frees what `plant` returned."""
     def fail(self, symbol: str, nth: int = 1, code: int = 2) -> None:
         """Makes the nth call from now of one of the table's symbols return `code` and do nothing else."""
     def calls(self, symbol: str) -> int:

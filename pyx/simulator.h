@@ -9,6 +9,7 @@
 #include <stdint.h>
 
 #include "driver.h"
+#include "nodes.h"
 
 /* What cuda.h calls these; they are beyond what the project itself relies on. */
 enum {
@@ -16,6 +17,17 @@ enum {
     SIM_ERROR_CAPTURE_UNMATCHED = 903,
     SIM_ERROR_CAPTURE_ISOLATION = 905,
 };
+
+/* What a node does, for whom an audit reads it. */
+typedef struct sim_node {
+    int type;                    /* CU_GRAPH_NODE_TYPE_KERNEL, _MEMCPY or _MEMSET */
+    const char *name;            /* a kernel's */
+    uint32_t count;              /* its parameters */
+    const uint32_t *sizes;       /* bytes of each */
+    const unsigned char *values; /* one behind the other */
+    uint64_t to, from, length;   /* a copy's; a fill has no from */
+    int to_host, from_host;
+} sim_node;
 
 /* One destructor that ran. */
 typedef struct sim_record {
@@ -30,6 +42,7 @@ int sim_open(void);     /* 0, or -1: one is open already, or -2: no thread to be
 void sim_finish(void);  /* ends captures and launches, destroys graphs and executables, joins the driver's thread */
 void sim_close(void);   /* forgets the rest; from now on the table's calls return CUDA_ERROR_DEINITIALIZED */
 const driver_table *sim_table(void);
+const node_table *sim_node_table(void);
 
 /* ---- switches and gauges ---- */
 
@@ -56,7 +69,7 @@ CUresult sim_stream_create(CUstream *stream, int blocking, int device); /* devic
 CUresult sim_stream_destroy(CUstream stream);
 CUresult sim_stream_enter(CUstream stream, int device); /* device counts for the NULL stream alone */
 CUresult sim_stream_leave(void);
-CUresult sim_stream_kernel(CUstream stream);
+CUresult sim_stream_kernel(CUstream stream, const sim_node *what); /* NULL: a kernel without parameters */
 CUresult sim_stream_wait_stream(CUstream stream, CUstream other);
 CUresult sim_stream_wait_event(CUstream stream, CUevent event);
 CUresult sim_stream_query(CUstream stream);
@@ -76,7 +89,7 @@ CUresult sim_object_retain(CUuserObject object, unsigned int count);
 CUresult sim_graph_create(CUgraph *graph);
 CUresult sim_graph_destroy(CUgraph graph);
 CUresult sim_graph_clone(CUgraph *clone, CUgraph graph);
-CUresult sim_graph_add_node(CUgraph graph);
+CUresult sim_graph_add_node(CUgraph graph, const sim_node *what);
 CUresult sim_graph_add_child(CUgraph graph, CUgraph child);
 CUresult sim_graph_add_conditional(CUgraph graph, CUgraph *body);
 CUresult sim_graph_owners(CUgraph graph, int64_t *owners);
@@ -85,5 +98,10 @@ CUresult sim_exec_launch(CUgraphExec exec, CUstream stream, int64_t nanoseconds,
 CUresult sim_exec_update(CUgraphExec exec, CUgraph graph);
 CUresult sim_exec_destroy(CUgraphExec exec);
 CUresult sim_exec_owners(CUgraphExec exec, int64_t *owners);
+
+/* ---- memory: addresses that cuPointerGetAttributes knows; nothing lies there ---- */
+
+CUresult sim_memory_plant(uint64_t size, int host, uint64_t *address);
+CUresult sim_memory_free(uint64_t address);
 
 #endif

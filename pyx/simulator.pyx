@@ -8,6 +8,7 @@ keeps it, so that tests meet both. arena/testing.py opens and closes the driver,
 from cpython.exc cimport PyErr_CheckSignals
 from libc.stdint cimport int64_t, uint32_t, uint64_t, uintptr_t
 
+from arena._audit cimport use_nodes
 from arena._registry cimport use_driver
 from driver cimport (
     CU_GRAPH_USER_OBJECT_MOVE,
@@ -25,6 +26,7 @@ from driver cimport (
 )
 
 import cython
+from array import array
 from collections import namedtuple
 
 
@@ -40,10 +42,31 @@ cdef extern from "simulator.h" nogil:
         int thread_id
         int on_driver
 
+    ctypedef struct node_table:
+        pass
+
+    enum:
+        CU_GRAPH_NODE_TYPE_KERNEL
+        CU_GRAPH_NODE_TYPE_MEMCPY
+        CU_GRAPH_NODE_TYPE_MEMSET
+
+    ctypedef struct sim_node:
+        int type
+        const char *name
+        uint32_t count
+        const uint32_t *sizes
+        const unsigned char *values
+        uint64_t to
+        uint64_t from_ "from"
+        uint64_t length
+        int to_host
+        int from_host
+
     int sim_open()
     void sim_finish()
     void sim_close()
     const driver_table *sim_table()
+    const node_table *sim_node_table()
 
     const char *sim_error_name(CUresult code)
     int sim_symbol(const char *name)
@@ -64,7 +87,7 @@ cdef extern from "simulator.h" nogil:
     CUresult sim_stream_destroy(CUstream stream)
     CUresult sim_stream_enter(CUstream stream, int device)
     CUresult sim_stream_leave()
-    CUresult sim_stream_kernel(CUstream stream)
+    CUresult sim_stream_kernel(CUstream stream, const sim_node *what)
     CUresult sim_stream_wait_stream(CUstream stream, CUstream other)
     CUresult sim_stream_wait_event(CUstream stream, CUevent event)
     CUresult sim_stream_query(CUstream stream)
@@ -83,7 +106,7 @@ cdef extern from "simulator.h" nogil:
     CUresult sim_graph_create(CUgraph *graph)
     CUresult sim_graph_destroy(CUgraph graph)
     CUresult sim_graph_clone(CUgraph *clone, CUgraph graph)
-    CUresult sim_graph_add_node(CUgraph graph)
+    CUresult sim_graph_add_node(CUgraph graph, const sim_node *what)
     CUresult sim_graph_add_child(CUgraph graph, CUgraph child)
     CUresult sim_graph_add_conditional(CUgraph graph, CUgraph *body)
     CUresult sim_graph_owners(CUgraph graph, int64_t *owners)
@@ -92,6 +115,8 @@ cdef extern from "simulator.h" nogil:
     CUresult sim_exec_update(CUgraphExec exec, CUgraph graph)
     CUresult sim_exec_destroy(CUgraphExec exec)
     CUresult sim_exec_owners(CUgraphExec exec, int64_t *owners)
+    CUresult sim_memory_plant(uint64_t size, int host, uint64_t *address)
+    CUresult sim_memory_free(uint64_t address)
 
 
 # ---- errors ----
@@ -139,6 +164,43 @@ cdef int mode_number(str mode) except -1:
     if mode not in MODES:
         raise ValueError(f"the capture mode is {mode!r}, but has to be one of {', '.join(MODES)}")
     return MODES[mode]
+
+
+# ---- what a node does ----
+
+
+@cython.final
+cdef class Work:
+    """What a kernel, copy or fill node says when it is read; alive for as long as the call that takes it."""
+
+    cdef sim_node what
+    cdef bytes name
+    cdef bytes sizes
+    cdef bytes values
+
+
+cdef Work kernel_work(str name, tuple parameters):
+    cdef Work work = Work.__new__(Work)
+    sizes, values = array("I"), bytearray()
+    for each in parameters:
+        value = each.to_bytes(8, "little") if isinstance(each, int) else bytes(each)
+        sizes.append(len(value))
+        values += value
+    work.name, work.sizes, work.values = name.encode(), sizes.tobytes(), bytes(values)
+    work.what.type = CU_GRAPH_NODE_TYPE_KERNEL
+    work.what.name = work.name
+    work.what.count = len(parameters)
+    work.what.sizes = <const uint32_t *><const char *>work.sizes
+    work.what.values = <const unsigned char *><const char *>work.values
+    return work
+
+
+cdef Work copy_work(int type, uint64_t to, uint64_t source, uint64_t length, bint to_host, bint from_host):
+    cdef Work work = Work.__new__(Work)
+    work.what.type = type
+    work.what.to, work.what.from_, work.what.length = to, source, length
+    work.what.to_host, work.what.from_host = to_host, from_host
+    return work
 
 
 # ---- objects, graphs, executables ----
@@ -210,10 +272,11 @@ cdef class Graph:
         check("owners", sim_graph_owners(self._handle, &owners))
         return owners
 
-    def add_node(self):
-        """Adds one kernel node."""
+    def add_node(self, str name="kernel", *parameters):
+        """Adds one kernel node; what it says of itself as for `Stream.kernel`."""
+        cdef Work work = kernel_work(name, parameters)
         check_lives("cuGraphAddKernelNode", self._handle, self._generation)
-        check("cuGraphAddKernelNode", sim_graph_add_node(self._handle))
+        check("cuGraphAddKernelNode", sim_graph_add_node(self._handle, &work.what))
 
     def add_child(self, Graph child not None):
         """Adds a child-graph node: a clone of `child`, with references of its own to what that holds."""
@@ -546,9 +609,28 @@ cdef class Stream:
         self._target = None
         return captured
 
-    def kernel(self):
-        """One unit of work: a node where the stream is capturing, else nothing that can be seen."""
-        check("cuLaunchKernel", sim_stream_kernel(self._handle))
+    def kernel(self, str name="kernel", *parameters):
+        """One unit of work: a node where the stream is capturing, else nothing that can be seen.
+
+        Args:
+            name: the kernel's, for whom an audit reads the node.
+            parameters: an int for a parameter of 8 bytes, a bytes object for a struct by value.
+        """
+        if not parameters and name == "kernel":
+            check("cuLaunchKernel", sim_stream_kernel(self._handle, NULL))
+            return
+        cdef Work work = kernel_work(name, parameters)
+        check("cuLaunchKernel", sim_stream_kernel(self._handle, &work.what))
+
+    def copy(self, uint64_t to, uint64_t source, uint64_t length, *, bint to_host=False, bint from_host=False):
+        """cuMemcpyAsync: a node where the stream is capturing. Nothing is copied."""
+        cdef Work work = copy_work(CU_GRAPH_NODE_TYPE_MEMCPY, to, source, length, to_host, from_host)
+        check("cuMemcpyAsync", sim_stream_kernel(self._handle, &work.what))
+
+    def fill(self, uint64_t to, uint64_t length):
+        """cuMemsetD8Async: a node where the stream is capturing. Nothing is filled."""
+        cdef Work work = copy_work(CU_GRAPH_NODE_TYPE_MEMSET, to, 0, length, False, False)
+        check("cuMemsetD8Async", sim_stream_kernel(self._handle, &work.what))
 
     def wait(self, other):
         """Work that comes later on this stream waits for `other`; forks or joins a capture.
@@ -741,6 +823,19 @@ cdef class Driver:
         """
         return sim_calls(symbol_number(symbol))
 
+    def plant(self, uint64_t size, *, bint host=False):
+        """Plants an allocation of the driver's own: an address that pointers can point to. Nothing lies there.
+
+        The address of one that was freed goes to the next of its size.
+        """
+        cdef uint64_t address = 0
+        check("cuMemAlloc", sim_memory_plant(size, host, &address))
+        return address
+
+    def unplant(self, uint64_t address):
+        """Frees what `plant` returned."""
+        check("cuMemFree", sim_memory_free(address))
+
     def Stream(self, *, bint blocking=False, device=None):
         """A new stream, of the current device or of `device`; `blocking`: one that waits for the legacy stream."""
         return stream_new(blocking, -1 if device is None else device)
@@ -847,6 +942,7 @@ def open_driver():
     driver._objects = []
     try:
         use_driver(sim_table())
+        use_nodes(sim_node_table())
     except BaseException:
         sim_finish()
         sim_close()
@@ -863,6 +959,7 @@ def finish_driver():
 def close_driver(Driver driver not None):
     """Puts the installed driver back, and forgets the rest. What was recorded stays with `driver`."""
     cdef UserObject obj
+    use_nodes(NULL)
     try:
         use_driver(NULL)
     finally:

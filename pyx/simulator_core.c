@@ -60,6 +60,10 @@ static const char *const symbol_names[SYMBOLS] = {
 #undef X
     "current_device",
     "current_stream",
+#define X(name, abi_name, version, parameters) #name,
+    NODE_SYMBOLS(X)
+    NODE_SYMBOLS_OPTIONAL(X)
+#undef X
 };
 
 /* A fault that waits for its turn: the `left`th call from now of `symbol` returns `code`. */
@@ -121,7 +125,7 @@ static int take_fault(int symbol, CUresult *code) {
 int intercept(int symbol, CUresult *result) {
     arrive();
     if (!LOAD(opened)) return *result = CUDA_ERROR_DEINITIALIZED, 1;
-    if (deep.destructors && symbol < S_current_device) return *result = CUDA_ERROR_NOT_PERMITTED, 1; /* measured */
+    if (deep.destructors && symbol != S_current_device && symbol != S_current_stream) return *result = CUDA_ERROR_NOT_PERMITTED, 1; /* measured */
     lock();
     int failed = take_fault(symbol, result);
     unlock();
@@ -534,6 +538,8 @@ void sim_close(void) {
     pool_clear(&stream_pool);
     pool_clear(&event_pool);
     pool_clear(&object_pool);
+    for EACH (graph, each, graph_pool) nodes_free(each); /* of a context that was reset, too */
+    memory_forget();
     pool_clear(&graph_pool);
     pool_clear(&exec_pool);
     free(records);

@@ -152,7 +152,8 @@ graph *graph_new(int device) {
     graph *made = pool_take(&graph_pool);
     if (!made) return NULL;
     made->device = device;
-    made->nodes = made->capture_id = 0;
+    nodes_free(made); /* left by a context that was reset */
+    made->capture_id = 0;
     made->capture = NULL;
     made->parent = made->inner = made->next = NULL;
     return made;
@@ -168,6 +169,7 @@ static void graph_put_inside(graph *parent, graph *inner) {
 /* With its inner graphs. The objects go in the order of retention (measured), the outer graph's first. */
 void graph_free(graph *freed, dying *list) {
     holdings_drop(&freed->held, list);
+    nodes_free(freed);
     for (graph *next, *inner = freed->inner; inner; inner = next) {
         next = inner->next;
         inner->parent = NULL;
@@ -198,8 +200,7 @@ static uint64_t graph_nodes(const graph *outer) {
 static graph *graph_copy(const graph *source, int device) {
     graph *copy = graph_new(device);
     if (!copy) return NULL;
-    copy->nodes = source->nodes;
-    int failed = holdings_reserve(&copy->held, source->held.count);
+    int failed = nodes_copy(copy, source) || holdings_reserve(&copy->held, source->held.count);
     for (uint32_t i = 0; !failed && i < source->held.count; i++)
         holdings_add(&copy->held, source->held.items[i].object, source->held.items[i].references);
     for (const graph *inner = source->inner; inner && !failed; inner = inner->next) {
@@ -242,13 +243,25 @@ CUresult sim_graph_clone(CUgraph *clone, CUgraph handle) {
     return unlocked(copy ? CUDA_SUCCESS : CUDA_ERROR_OUT_OF_MEMORY);
 }
 
-CUresult sim_graph_add_node(CUgraph handle) {
+CUresult sim_graph_add_node(CUgraph handle, const sim_node *what) {
     VISIT();
     lock();
     graph *grown = pool_find(&graph_pool, handle);
     if (!grown) return unlocked(CUDA_ERROR_INVALID_HANDLE);
-    grown->nodes++;
-    return unlocked(CUDA_SUCCESS);
+    return unlocked(node_add(grown, what) ? CUDA_ERROR_OUT_OF_MEMORY : CUDA_SUCCESS);
+}
+
+/* A node for `inner`, which goes into the parent with it, or is freed. */
+static int add_inner(graph *parent, int type, graph *inner) {
+    uint32_t before = 0;
+    for (const graph *each = parent->inner; each; each = each->next) before++;
+    if (node_add_inner(parent, type, before)) {
+        NONE_DYING(list); /* stays empty: the source of a copy holds them all */
+        graph_free(inner, &list);
+        return -1;
+    }
+    graph_put_inside(parent, inner);
+    return 0;
 }
 
 CUresult sim_graph_add_child(CUgraph handle, CUgraph child) {
@@ -259,8 +272,7 @@ CUresult sim_graph_add_child(CUgraph handle, CUgraph child) {
     if (!parent || !source) return unlocked(CUDA_ERROR_INVALID_HANDLE);
     graph *copy = graph_copy(source, parent->device);
     if (!copy) return unlocked(CUDA_ERROR_OUT_OF_MEMORY);
-    graph_put_inside(parent, copy);
-    parent->nodes++;
+    if (add_inner(parent, CU_GRAPH_NODE_TYPE_GRAPH, copy)) return unlocked(CUDA_ERROR_OUT_OF_MEMORY);
     return unlocked(CUDA_SUCCESS);
 }
 
@@ -271,8 +283,7 @@ CUresult sim_graph_add_conditional(CUgraph handle, CUgraph *body) {
     if (!parent) return unlocked(CUDA_ERROR_INVALID_HANDLE);
     graph *made = graph_new(parent->device);
     if (!made) return unlocked(CUDA_ERROR_OUT_OF_MEMORY);
-    graph_put_inside(parent, made);
-    parent->nodes++;
+    if (add_inner(parent, CU_GRAPH_NODE_TYPE_CONDITIONAL, made)) return unlocked(CUDA_ERROR_OUT_OF_MEMORY);
     *body = (CUgraph)made;
     return unlocked(CUDA_SUCCESS);
 }

@@ -1,6 +1,6 @@
 /* What the rooms of the simulated driver share: its structs, its state, the way into every call, and what each room
  * does for the others. simulator_core.c has the thread, the table and the life of it all; simulator_graphs.c objects,
- * graphs and executables; simulator_streams.c captures, queues, streams and events. Included by these three alone. All
+ * graphs and executables; simulator_nodes.c what is in graphs; simulator_streams.c captures, queues, streams and events. All
  * of the state that is not atomic is the mutex's, and a function that does not take the mutex wants it held.
  */
 #ifndef ARENA_SIMULATOR_STATE_H
@@ -73,7 +73,9 @@ typedef struct graph {
     slot slot;
     int device;              /* whose context's reset takes it along */
     holdings held;           /* its own objects, not those of inner graphs */
-    uint64_t nodes;          /* of its own */
+    uint64_t nodes;          /* of its own: the list */
+    struct node *first_node; /* in order of adding */
+    struct node *last_node;  /* NULL: none */
     uint64_t capture_id;     /* of every capture into it; 0: none so far */
     struct capture *capture; /* open on it, or NULL */
     struct graph *parent;    /* NULL: a template of the program's */
@@ -175,6 +177,10 @@ enum symbol {
 #undef X
     S_current_device,
     S_current_stream,
+#define X(name, abi_name, version, parameters) S_##name,
+    NODE_SYMBOLS(X)
+    NODE_SYMBOLS_OPTIONAL(X)
+#undef X
     SYMBOLS,
 };
 
@@ -329,6 +335,14 @@ CUresult object_create(CUuserObject *, void *, CUhostFn, unsigned int, unsigned 
 CUresult object_release(CUuserObject, unsigned int);
 CUresult graph_retain(CUgraph, CUuserObject, unsigned int, unsigned int);
 CUresult graph_release(CUgraph, CUuserObject, unsigned int);
+
+/* ---- simulator_nodes.c, for the others ---- */
+
+int node_add(graph *to, const sim_node *what);
+int node_add_inner(graph *to, int type, uint32_t inner);
+int nodes_copy(graph *to, const graph *from);
+void nodes_free(graph *of);
+void memory_forget(void);
 
 /* ---- simulator_streams.c, for the others ---- */
 

@@ -342,21 +342,21 @@ CUresult sim_stream_leave(void) {
 }
 
 /* A piece of work on a stream: a node where it captures, else nothing but what it may break. */
-static CUresult begin_work(stream *on) {
+static CUresult begin_work(stream *on, const sim_node *what) {
     if (on->capture) {
         if (on->capture->broken) return CUDA_ERROR_STREAM_CAPTURE_INVALIDATED;
+        if (node_add(on->capture->graph, what)) return CUDA_ERROR_OUT_OF_MEMORY;
         on->clock[on->lane]++;
-        on->capture->graph->nodes++;
         return CUDA_SUCCESS;
     }
     return forbid_implicit(on);
 }
 
-CUresult sim_stream_kernel(CUstream handle) {
+CUresult sim_stream_kernel(CUstream handle, const sim_node *what) {
     VISIT();
     lock();
     FIND_STREAM(on, handle);
-    return unlocked(begin_work(on));
+    return unlocked(begin_work(on, what));
 }
 
 CUresult sim_stream_query(CUstream handle) {
@@ -661,7 +661,7 @@ CUresult sim_call(const char *name, CUstream handle, int again) {
         return unlocked(IS("cuCtxRecordEvent") ? forbid_context() : forbid());
     }
     FIND_STREAM(called, handle);
-    if (IS("cuLaunchHostFunc")) return unlocked(begin_work(called));
+    if (IS("cuLaunchHostFunc")) return unlocked(begin_work(called, NULL));
     if (IS("cuStreamGetId") || IS("cuStreamGetFlags") || IS("cuStreamGetDevice")) return unlocked(forbid_on(called));
     if (IS("cuStreamGetCtx") || IS("cuStreamGetPriority")) return unlocked(CUDA_SUCCESS);
     return unlocked(-1);
