@@ -1,5 +1,6 @@
-"""`python -m arena doctor` says what of this machine arena can use and why not the rest; `python -m arena demo` shows the
-problem and the cure. Both end with 0 only if what they printed is true. For people: nothing imports this."""
+"""`python -m arena doctor` says what of this machine arena can use and why not the rest; `demo` shows the problem and the cure;
+`audit` runs a script and says what its graphs use that nobody keeps; `report` what they hold. The first three end with 0 only if
+all is as it should be. For people: nothing imports this."""
 
 from __future__ import annotations
 
@@ -7,9 +8,12 @@ import argparse
 import gc
 import importlib.metadata
 import platform
+import runpy
 import sys
 import time
+import traceback
 import weakref
+from pathlib import Path
 from typing import Any
 
 import arena
@@ -214,12 +218,92 @@ def verdict(true: bool) -> int:
     return 0 if true else 1
 
 
+# ---- audit and report ----
+
+
+def run_script(script: str, arguments: list[str]) -> tuple[dict[str, Any], int]:
+    """Runs it as `python script arguments` would. Returns its globals, which keep its graphs alive, and its exit code."""
+    sys.argv = [script, *arguments]
+    sys.path.insert(0, str(Path(script).resolve().parent))
+    try:
+        return runpy.run_path(script, run_name="__main__"), 0
+    except SystemExit as end:
+        if end.code is not None and not isinstance(end.code, int):
+            print(end.code, file=sys.stderr)
+        return {}, end.code if isinstance(end.code, int) else int(end.code is not None)
+    except BaseException:
+        traceback.print_exc()
+        return {}, 1
+
+
+def manage_torch() -> None:
+    """torch's graphs say when they are captured, where there is a torch."""
+    try:
+        import arena.torch
+    except ImportError:
+        return
+    arena.torch.install()
+
+
+def audit(script: str, arguments: list[str]) -> int:
+    """Runs a script, audits each graph as its capture ends, and checks each at replays and at the end."""
+    from arena import auditing
+
+    auditing.mode = auditing.Mode("collect")
+    manage_torch()
+    kept, code = run_script(script, arguments)
+    audits = auditing.mode.collected
+    found = 0
+    for each in audits:
+        findings = each.check() if kept else each.findings  # what a failed script left behind is being torn down
+        found += len(findings)
+        print(each)
+    print(f"{len(audits)} graph{'s' * (len(audits) != 1)} audited, {found} finding{'s' * (found != 1)}")
+    if not audits:
+        print("No capture was seen: torch.cuda.graph or CUDAGraph.capture_begin() begins one.")
+    return 1 if found else code
+
+
+def report(source: str, arguments: list[str], html: str | None, as_json: str | None) -> int:
+    """Runs a script and reports what its graphs hold at its end; or shows a report that was saved as JSON."""
+    import json
+
+    from arena import reporting
+
+    code = 0
+    if source.endswith(".json"):
+        told = reporting.Report.from_dict(json.loads(Path(source).read_text()))
+    else:
+        manage_torch()
+        kept, code = run_script(source, arguments)
+        told = reporting.report()
+        del kept
+    told.print()
+    if html:
+        told.html(html)
+    if as_json:
+        told.json(as_json)
+    return code
+
+
 def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m arena", description=(arena.__doc__ or "").splitlines()[0])
     verbs = parser.add_subparsers(dest="verb", required=True)
     verbs.add_parser("doctor", help="what of this machine arena can use, and why not the rest")
     verbs.add_parser("demo", help="a captured op drops its scratch: wrong without arena, right with it")
-    return {"doctor": doctor, "demo": demo}[parser.parse_args(arguments).verb]()
+    audits = verbs.add_parser("audit", help="runs a script and says what its graphs use that was freed; 1 if there is any")
+    reports = verbs.add_parser("report", help="runs a script, or reads a saved report, and says what its graphs hold")
+    reports.add_argument("--html", metavar="FILE", help="also as a page with a picture")
+    reports.add_argument("--json", metavar="FILE", help="also as JSON")
+    for verb, what in ((audits, "script.py"), (reports, "script.py, or a report saved with --json")):
+        verb.add_argument("script", help=what)
+        verb.add_argument("arguments", nargs=argparse.REMAINDER, help="of the script")
+    given = parser.parse_args(arguments)
+    if given.verb == "audit":
+        return audit(given.script, given.arguments)
+    if given.verb == "report":
+        return report(given.script, given.arguments, given.html, given.json)
+    return {"doctor": doctor, "demo": demo}[given.verb]()
 
 
 if __name__ == "__main__":

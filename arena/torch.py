@@ -19,7 +19,7 @@ from typing import Any
 
 import torch  # type: ignore[import-not-found, unused-ignore]
 
-from arena import _registry, dynamo
+from arena import _registry, auditing, captures, dynamo
 
 __all__ = ["CUDAGraph", "graph", "install", "installed", "uninstall"]
 
@@ -42,17 +42,20 @@ def capture_begin(self: Any, original: Original, *args: Any, **kwargs: Any) -> N
     # A pool with live blocks cannot be captured into again: what is dead goes first.
     if _registry.pending():
         _registry.reclaim()
+    self._arena_audit_begun = auditing.began(self)
     original(self, *args, **kwargs)
     before, self._arena_capture = self._arena_capture, None
     if before is not None:
         before.drop()
-    self._arena_capture = managed_here()
+    self._arena_capture = managed_here(self)
 
 
-def managed_here() -> _registry.ManagedCapture | None:
+def managed_here(graph: Any = None) -> _registry.ManagedCapture | None:
     """Of the capture that the current stream has just begun."""
     try:
-        return _registry.begin()
+        held = _registry.begin()
+        captures.note(held.id, graph)
+        return held
     except Exception:
         _registry.watched(False)
         log.warning("this capture is not managed: its executable will hold the owners itself", exc_info=True)
@@ -62,6 +65,7 @@ def managed_here() -> _registry.ManagedCapture | None:
 def capture_end(self: Any, original: Original) -> None:
     """Also torch 2.14's capture_end_pre(), after which it instantiates."""
     held = self._arena_capture
+    read = auditing.ending(self.__dict__.pop("_arena_audit_begun", None))
     if held is not None:
         held.seal()
         if not held.holds:
@@ -73,14 +77,19 @@ def capture_end(self: Any, original: Original) -> None:
             self._arena_capture = None
             held.drop()
         raise
-    if held is not None and not hasattr(self, "capture_end_post"):
+    if hasattr(self, "capture_end_post"):
+        self._arena_audit_read = read
+        return
+    if held is not None:
         hold(self, held)
+    auditing.ended(self, read)
 
 
 def capture_end_post(self: Any, original: Original) -> None:
     original(self)
     if self._arena_capture is not None:
         hold(self, self._arena_capture)
+    auditing.ended(self, self.__dict__.pop("_arena_audit_read", None))
 
 
 def begin_body(self: Any, original: Original, *args: Any, **kwargs: Any) -> None:
@@ -153,6 +162,13 @@ def reset(self: Any, original: Original) -> None:
             held.drop()
     if held is not None:
         _registry.reclaim()
+
+
+def leave(self: Any, original: Original, *exc: Any) -> Any:
+    """`torch.cuda.graph.__exit__`: what an audit found is raised once torch has put all back."""
+    result = original(self, *exc)
+    auditing.tell_if_raising(self.cuda_graph)
+    return result
 
 
 def finalize(self: Any, original: Original | None) -> None:
@@ -338,6 +354,7 @@ AROUND: dict[str, Callable[..., Any]] = {
     "reset": reset,
     "__del__": finalize,
     "__enter__": enter,
+    "__exit__": leave,
 }
 
 
@@ -402,7 +419,8 @@ def patch(graph_type: type, context_type: type | None) -> None:
         method = managed(name, getattr(graph_type, name, None))
         replace(graph_type, name, staticmethod(method) if name == "__new__" else method)
     if context_type is not None:
-        replace(context_type, "__enter__", managed("__enter__", context_type.__enter__))  # type: ignore[attr-defined, unused-ignore]
+        for name in ("__enter__", "__exit__"):
+            replace(context_type, name, managed(name, getattr(context_type, name)))
 
 
 def replace(kind: type, name: str, value: Any) -> None:
@@ -446,9 +464,27 @@ manage(CUDAGraph, torch.cuda.CUDAGraph)
 
 
 class graph(torch.cuda.graph):  # type: ignore[misc, unused-ignore]
-    """`torch.cuda.graph` that releases dead owners before torch empties its cache."""
+    """`torch.cuda.graph` that releases dead owners before torch empties its cache.
+
+    Args:
+        cuda_graph, and all that `torch.cuda.graph` takes: As there.
+        audit: "warn" or "raise": the graph is audited as its capture ends, and checked before its first replays and now and
+            then after; findings are an `arena.AuditWarning`, or an `arena.AuditError`. None: as ARENA_AUDIT says.
+        name: The graph's, in audits and reports.
+    """
+
+    def __init__(self, cuda_graph: Any, *args: Any, audit: str | None = None, name: str | None = None, **kwargs: Any) -> None:
+        if audit not in (None, "warn", "raise"):
+            raise ValueError(f"audit is {audit!r}, not 'warn', 'raise' or None")
+        super().__init__(cuda_graph, *args, **kwargs)
+        cuda_graph._arena_audit_mode, cuda_graph._arena_name = audit, name
 
 
+<<<<<<< HEAD
 setattr(graph, "__enter__", inherited("__enter__", torch.cuda.graph))  # noqa: B010 - as above
 
 dynamo.teach()
+=======
+for _name in ("__enter__", "__exit__"):
+    setattr(graph, _name, inherited(_name, torch.cuda.graph))
+>>>>>>> 7fe8856 (audit, report and owner_of: what a graph points into, what it holds, and whose an address is)

@@ -127,6 +127,7 @@ cdef void drain() noexcept:
         if current_list == each:
             current_list = NULL
         dead += owner_list_count(each)
+        note_death(each.capture, owner_list_count(each))
         if queue_last != NULL:
             queue_last.next = each
         else:

@@ -6,7 +6,8 @@ guarded by the GIL, which is never given up between the driver's answer and the 
 without the GIL reach too (index, attaching, `state`) by the lock of owners.h. The driver itself calls one function, the
 destructor, in owners.h. This file holds the way in (retaining, attaching); opaque.pxi the way in without the GIL and the C
 API; asking.pxi what is asked of the driver, scopes.pxi `collect` and `suspend`, reclaim.pxi the way out (queue, thread,
-exit, fork), managed.pxi the captures whose begin and end we see, fences.pxi the wait for their replays.
+exit, fork), managed.pxi the captures whose begin and end we see, fences.pxi the wait for their replays, listing.pxi what is
+alive.
 """
 
 cimport cython
@@ -399,6 +400,8 @@ cdef int keep_slowly(object owner, void *stream) except -1:
     elif owners.count == owners.capacity and owner_list_reserve(owners, 1):
         no_memory(owners)
     keep(owners, owner)
+    if owners.count == 1:
+        note_birth(owners.capture)
     return 1
 
 
@@ -622,6 +625,8 @@ cdef int retain_all(tuple owners, void *stream) except -1:
         return 0
     for owner in owners:
         keep(room, owner)
+    if room.count == <size_t>len(owners):
+        note_birth(room.capture)
     return 1
 
 
@@ -631,3 +636,4 @@ include "scopes.pxi"
 include "reclaim.pxi"
 include "fences.pxi"
 include "managed.pxi"
+include "listing.pxi"
