@@ -339,7 +339,7 @@ class Audit:
     def _check(self) -> None:
         freed = self._source.freed()
         blocks: Ranges | None = None
-        if freed != self._freed:
+        if freed != self._freed or any(each.gone and each.torch for each in self._tracked):
             now_there = sorted(self._source.blocks())
             by_start = {each.address: each for each in now_there}
             blocks = Ranges((each.address, each.size) for each in now_there)
