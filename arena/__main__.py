@@ -1,5 +1,5 @@
 """`python -m arena doctor` says what of this machine arena can use and why not the rest; `demo` shows the problem and the cure;
-`audit` runs a script and says what its graphs use that nobody keeps; `report` what they hold. The first three end with 0 only if
+`audit` runs a script and says what its graphs use that was freed; `report` what they hold. The first three end with 0 only if
 all is as it should be. For people: nothing imports this."""
 
 from __future__ import annotations

@@ -551,12 +551,15 @@ def action_for(graph: Any) -> str | None:
     return getattr(graph, "_arena_audit_mode", None) or mode.action
 
 
-def began(graph: Any, source: Callable[[], Allocator] = allocator) -> Any:
+def began(graph: Any, source: Callable[[], Allocator] | None = None) -> Any:
     """A capture is about to begin. What it returns goes to `ending`; None: it is not audited."""
+    if "_arena_audit" in vars(graph):  # of its last capture
+        del graph._arena_audit
+        vars(graph).pop("replay", None)
     if action_for(graph) is None:
         return None
     try:
-        there = source()
+        there = (source or allocator)()
         there.watch()
         return there, now(), Ranges((each.address, each.size) for each in there.blocks() if each.used)
     except Exception:
@@ -571,7 +574,10 @@ def ending(started: Any, stream: Any = None) -> Any:
     relaxed = _registry.enter_relaxed()
     try:
         here = _registry.capturing(stream)
-        return None if here is None else (*started, here[0], _audit.read(here[1]))
+        if here is None:
+            log.warning("this capture is not audited: the current stream at its end is not one of its own")
+            return None
+        return (*started, here[0], _audit.read(here[1]))
     except Exception:
         log.warning("this capture is not audited", exc_info=True)
         return None

@@ -55,8 +55,7 @@ def render(report: Report) -> str:
     when = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(report.when))
     parts = [
         "<h1>What the CUDA graphs of this process hold</h1>",
-        f"<p>{when}: <b>{len(report.graphs)}</b> graphs hold <b>{report.owners}</b> owners with "
-        f"<b>{bytes_of(report.bytes)}</b>, shared blocks counted once."
+        f"<p>{when}: <b>{report.total()}</b>, shared blocks counted once."
         + (f" torch has {bytes_of(report.reserved)} from the driver." if report.reserved else "")
         + "</p>",
     ]

@@ -60,6 +60,9 @@ class SlotReport:
     retired: list[tuple[int, int]] = field(default_factory=list)
     """(address, bytes) of blocks that it has given up and that graphs still use."""
 
+    def __post_init__(self) -> None:
+        self.retired = [(address, size) for address, size in self.retired]  # JSON makes lists of them
+
 
 @dataclass(slots=True)
 class Life:
@@ -147,8 +150,7 @@ class Report:
         ]
 
     def __str__(self) -> str:
-        total = f"{len(self.graphs)} graphs hold {self.owners} owners, {bytes_of(self.bytes)}"
-        parts = [total, _table(self.rows())]
+        parts = [self.total(), _table(self.rows())]
         if self.slots:
             parts.append(_table(self.slot_rows()))
         return "\n\n".join(parts)
@@ -167,11 +169,18 @@ class Report:
                 table = Table(title=title, title_justify="left")
                 for each in rows[0]:
                     right = each in NUMBERS
-                    table.add_column(each, justify="right" if right else "left", overflow="fold", no_wrap=right, min_width=None if right else 12)
+                    table.add_column(each, justify="right" if right else "left", overflow="fold", no_wrap=right)
+                    table.columns[-1].min_width = None if right else 12
                 for row in rows[1:]:
                     table.add_row(*row)
                 console.print(table)
-        console.print(f"{len(self.graphs)} graphs hold {self.owners} owners, {bytes_of(self.bytes)}")
+        console.print(self.total())
+
+    def total(self) -> str:
+        """One line."""
+        graphs, owners = len(self.graphs), self.owners
+        hold = "graph holds" if graphs == 1 else "graphs hold"
+        return f"{graphs} {hold} {owners} owner{'s' * (owners != 1)}, {bytes_of(self.bytes)}"
 
     __repr__ = __str__
 
@@ -371,10 +380,13 @@ def _where(ptr: int) -> tuple[str, int, int]:
             state = "block in use" if block.used else "free block"
             pool = "" if block.pool == SHARED_POOL else f", private pool {block.pool[0]}.{block.pool[1]}"
             return f"a {state} of torch's ({bytes_of(block.size)}), segment {block.segment:#x}{pool}", *block[:2]
+    mode = _registry.enter_relaxed()
     try:
         told = _audit.pointed(ptr)
     except _registry.DriverError:
         told = None
+    finally:
+        _registry.leave_relaxed(mode)
     if told is None:
         return "no memory that the driver knows", 0, 0
     kind = "host memory" if told[0] == 1 else f"memory of device {told[4]}"

@@ -476,6 +476,8 @@ class graph(torch.cuda.graph):  # type: ignore[misc, unused-ignore]
     def __init__(self, cuda_graph: Any, *args: Any, audit: str | None = None, name: str | None = None, **kwargs: Any) -> None:
         if audit not in (None, "warn", "raise"):
             raise ValueError(f"audit is {audit!r}, not 'warn', 'raise' or None")
+        if (audit or name) and not (installed() or isinstance(cuda_graph, CUDAGraph)):
+            raise TypeError(f"audit and name need an arena.torch.CUDAGraph, or install(); got {type(cuda_graph).__name__}")
         super().__init__(cuda_graph, *args, **kwargs)
         cuda_graph._arena_audit_mode, cuda_graph._arena_name = audit, name
 

@@ -29,11 +29,8 @@ class Allocator:
     def array(self, size, pool=(0, 0)):
         """The lowest free piece of that size and pool, or a new segment."""
         size = -(-size // self.PIECE) * self.PIECE
-        for address, block in sorted(self.pieces.items()):
-            if not block.used and block.size == size and block.pool == pool:
-                break
-        else:
-            address = self.cuda.plant(size)
+        free = [at for at, block in self.pieces.items() if not block.used and (block.size, block.pool) == (size, pool)]
+        address = min(free) if free else self.cuda.plant(size)
         self.pieces[address] = Block(address, size, True, pool, address, size)
         self.note("alloc", address, size)
         return Array(self, address, size)

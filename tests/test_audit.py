@@ -84,7 +84,8 @@ def test_each_kind_of_node_is_read_with_the_right_place(cuda, stream, torch_memo
     capture.graph.add_child(inner)
     capture.graph.add_conditional().add_node("body", b.address + 32)
     seen = look(capture.graph, torch_memory)
-    places = {(each.kind, each.name, each.node, each.parameter, each.offset, each.address) for x in seen.external for each in x.uses}
+    uses = [use for each in seen.external for use in each.uses]
+    places = {(use.kind, use.name, use.node, use.parameter, use.offset, use.address) for use in uses}
     assert places == {
         ("kernel", "mul", (0,), 1, 0, a.address + 16),
         ("kernel", "mul", (0,), 2, 16, b.address + 8),
@@ -110,7 +111,7 @@ def test_a_handle_that_is_none_is_told(cuda, torch_memory):
     with pytest.raises(arena.DriverError, match="cuGraphGetNodes failed for graph 0x10"):
         look(16, torch_memory)
     for wrong in ("0x10", None, 1.5, True, object()):
-        with pytest.raises(TypeError, match="a graph is a torch.cuda.CUDAGraph"):
+        with pytest.raises(TypeError, match="a graph is a torch"):
             look(wrong, torch_memory)
     with pytest.raises(TypeError, match="0 is not a graph handle"):
         look(0, torch_memory)
@@ -132,7 +133,7 @@ def test_a_graph_whose_nodes_the_driver_refuses_is_an_error(cuda, stream, torch_
     with stream.capture() as capture:
         stream.kernel()
     cuda.fail("cuGraphGetNodes", 2, 999)
-    with pytest.raises(arena.DriverError, match="cuGraphGetNodes failed .* 999"):
+    with pytest.raises(arena.DriverError, match=r"cuGraphGetNodes failed .* 999"):
         look(capture.graph, torch_memory)
 
 
@@ -422,7 +423,7 @@ def test_raising_is_left_to_the_end_of_the_context_and_to_replays(stream, torch_
         graph._arena_audit_mode = "raise"
         stream.kernel("add", scratch.address)
         scratch.free()
-    with pytest.raises(arena.AuditError, match="freed: .*kernel add"):
+    with pytest.raises(arena.AuditError, match=r"freed: .*kernel add"):
         auditing.tell_if_raising(graph)
     with pytest.raises(arena.AuditError):
         graph.replay()

@@ -1,4 +1,4 @@
-"""pyx/driver.h held against real cuda.h files, and its filling against drivers that lack something.
+"""pyx/driver.h, and nodes.h for audits, held against real cuda.h files, and its filling against drivers that lack something.
 
 Every prototype, constant and ABI version that the header declares for itself is compiled against the headers of an old
 and a new CUDA 12 and 13; what it does with an installed driver is tried on libraries built here.
@@ -15,6 +15,7 @@ from pathlib import Path
 import pytest
 
 DRIVER_H = Path(__file__).parent.parent / "pyx" / "driver.h"
+NODES_H = DRIVER_H.parent / "nodes.h"
 READY, ABSENT, UNUSABLE = 0, -1, -2  # what driver_fill() returns
 WHEELS = {
     "12.1": "nvidia-cuda-runtime-cu12==12.1.105",
@@ -59,6 +60,50 @@ SAME_TYPE(CUuserObject, struct CUuserObject_st *)
 SAME_TYPE(CUhostFn, void (*)(void *))
 
 int (*used)(driver_table *, char *, size_t) = driver_fill;
+"""
+
+NODES_AGAINST_CUDA_H = r"""
+#define __CUDA_API_VERSION_INTERNAL
+#include <cuda.h>
+#include <cudaTypedefs.h>
+#include "nodes.h"
+
+#define X(name, value) _Static_assert((int)name == value, #name " is not " #value);
+NODE_CONSTANTS(X)
+#undef X
+_Static_assert((long)CU_LAUNCH_PARAM_END == NODE_EXTRA_END, "end");
+_Static_assert((long)CU_LAUNCH_PARAM_BUFFER_POINTER == NODE_EXTRA_BUFFER, "buffer");
+_Static_assert((long)CU_LAUNCH_PARAM_BUFFER_SIZE == NODE_EXTRA_SIZE, "size");
+
+#define X(name, abi_name, version, parameters) \
+    _Static_assert(__builtin_types_compatible_p(CUresult(*) parameters, __typeof__(&abi_name)), #abi_name); \
+    _Static_assert(__builtin_types_compatible_p(CUresult(*) parameters, PFN_##name##_v##version), #name " " #version);
+NODE_SYMBOLS(X)
+#if CUDA_VERSION >= 13020
+NODE_SYMBOLS_OPTIONAL(X)
+#endif
+#undef X
+
+int (*used)(node_table *, char *, size_t) = node_fill;
+"""
+
+# What nodes.h declares for itself lies where cuda.h has it.
+LAYOUT = r"""
+#include "nodes.h"
+#include <stddef.h>
+#include <stdio.h>
+#define AT(type, member) printf("%s.%s %zu %zu\n", #type, #member, offsetof(type, member), sizeof(((type *)0)->member));
+int main(void) {
+    AT(kernel_node, func) AT(kernel_node, blockDimZ) AT(kernel_node, sharedMemBytes) AT(kernel_node, kernelParams)
+    AT(kernel_node, extra) AT(kernel_node, kern) AT(kernel_node, ctx)
+    AT(memset_node, dst) AT(memset_node, elementSize) AT(memset_node, width) AT(memset_node, height)
+    AT(memcpy_node, srcMemoryType) AT(memcpy_node, srcHost) AT(memcpy_node, srcDevice) AT(memcpy_node, srcHeight)
+    AT(memcpy_node, dstMemoryType) AT(memcpy_node, dstHost) AT(memcpy_node, dstDevice) AT(memcpy_node, Depth)
+    AT(any_node, type) AT(any_node, conditional.size) AT(any_node, conditional.phGraph_out) AT(any_node, reserved2)
+    printf("%zu %zu %zu %zu %zu\n", sizeof(kernel_node), sizeof(memset_node), sizeof(memcpy_node), sizeof(any_node),
+           sizeof(CUpointer_attribute));
+    return 0;
+}
 """
 
 FAKE_DRIVER = r"""
@@ -200,6 +245,44 @@ def test_table_has_the_same_layout_with_and_without_cuda_h(cuda_include, tmp_pat
     pointers = len(symbols()) + 2  # and torch's two
     assert layouts[0][0] == str(pointers * 8)
     assert len(layouts[0]) == pointers + 1
+
+
+@pytest.fixture
+def audit_include(cuda_include, request):
+    """Those of a CUDA whose driver an audit can ask."""
+    if "[12.1" in request.node.name:
+        pytest.skip("an audit needs CUDA 12.4: the headers of 12.1 have nothing to hold it against")
+    return cuda_include
+
+
+def test_nodes_are_declared_as_in_cuda_h(audit_include, tmp_path):
+    done, _ = compiled(tmp_path, NODES_AGAINST_CUDA_H, "-c", "-I", audit_include)
+    assert done.returncode == 0, done.stderr
+    layouts = []
+    for before in ("", "#define __CUDA_API_VERSION_INTERNAL\n#include <cuda.h>\n"):
+        done, program = compiled(tmp_path, before + LAYOUT, "-I", audit_include)
+        assert done.returncode == 0, done.stderr
+        layouts.append(subprocess.run([program], capture_output=True, text=True, check=True).stdout)
+    assert layouts[0] == layouts[1]
+
+
+@pytest.mark.parametrize(
+    ("ours", "altered"),
+    [
+        ("(CUgraphNode, memcpy_node *)", "(CUgraphNode, memset_node *)"),
+        ("X(CU_POINTER_ATTRIBUTE_BUFFER_ID, 7)", "X(CU_POINTER_ATTRIBUTE_BUFFER_ID, 8)"),
+        ("NODE_EXTRA_SIZE = 2", "NODE_EXTRA_SIZE = 3"),
+    ],
+)
+def test_an_altered_node_does_not_compile_against_cuda_h(audit_include, tmp_path, ours, altered):
+    """The control of the test above."""
+    folder = tmp_path / "copy"
+    folder.mkdir()
+    assert NODES_H.read_text().count(ours) == 1
+    (folder / "nodes.h").write_text(NODES_H.read_text().replace(ours, altered))
+    (folder / "driver.h").write_text(DRIVER_H.read_text())
+    done, _ = compiled(tmp_path, NODES_AGAINST_CUDA_H, "-c", "-I", audit_include, driver_h=folder / "driver.h")
+    assert done.returncode != 0
 
 
 # Filling the table
