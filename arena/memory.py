@@ -173,6 +173,9 @@ class Ranges:
 def memory_of(owner: object) -> list[tuple[int, int]]:
     """(address, bytes) of the memory that an owner keeps alive, as far as it can be seen: tensors, storages, anything with
     `__cuda_array_interface__`, and what of these lies in its attributes, items or fields."""
+    own = _own(owner)  # most are one tensor
+    if own is not None:
+        return [own] if own[1] else []
     found: dict[int, int] = {}
     _search(owner, DEPTH, found, set())
     return list(found.items())
@@ -199,7 +202,7 @@ PLAIN = (str, bytes, int, float, complex, type(None), type, types.ModuleType, ty
 def _own(thing: Any) -> tuple[int, int] | None:
     """The one range that is a tensor's, a storage's or an array's; None: it is none of these."""
     torch = sys.modules.get("torch")
-    with contextlib.suppress(Exception):  # a fake tensor, a freed array
+    try:
         if torch is not None:
             if isinstance(thing, torch.Tensor):
                 thing = thing.untyped_storage()
@@ -209,6 +212,8 @@ def _own(thing: Any) -> tuple[int, int] | None:
             interface = thing.__cuda_array_interface__
             size = int(interface["typestr"][2:])
             return interface["data"][0], size * math.prod(interface["shape"])
+    except Exception:  # a fake tensor, a freed array, a torch that is half imported
+        return None
     return None
 
 

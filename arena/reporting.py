@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from arena import _audit, _registry, captures
-from arena.memory import SHARED_POOL, Block, Ranges, allocator, bytes_of, memory_of, name_of
+from arena.memory import SHARED_POOL, Ranges, allocator, bytes_of, memory_of, name_of
 
 NUMBERS = {"owners", "outside", "inside", "shared", "retired", "bytes", "high water"}  # columns to be read from the right
 
@@ -288,28 +288,34 @@ def _learn(lists: list[Any]) -> None:
     new = [each for each in lists if each[0] not in _known or _known[each[0]].owners != len(each[4])]
     if not new:
         return
-    blocks = sorted(allocator().blocks())
+    blocks = allocator().blocks()
     ranges = Ranges((each.address, each.size) for each in blocks)
-    by_start = {each.address: each for each in blocks}
+    pools = {each.address: each.pool for each in blocks}
+    looked: dict[int, list[tuple[int, int]]] = {}  # by owner: graphs share them
+    where: dict[int, tuple[int, int]] = {}  # pool by address
     for capture, _, _, _, owners, _, _ in new:
         noted = captures.of(capture)
         pool = noted.pool if noted else None
         known = _Known(len(owners), 0, 0, {})
         for owner in owners:
-            for start, size in memory_of(owner):
+            if id(owner) not in looked:
+                looked[id(owner)] = memory_of(owner)
+            for start, size in looked[id(owner)]:
                 known.ranges[start] = max(size, known.ranges.get(start, 0))
         for start, size in known.ranges.items():
-            number = ranges.find(start)
-            if number is not None and _is_inside(by_start[ranges.starts[number]], pool):
+            if start not in where:
+                number = ranges.find(start)
+                where[start] = SHARED_POOL if number is None else pools[ranges.starts[number]]
+            if _is_inside(where[start], pool):
                 known.inside += size
             else:
                 known.outside += size
         _known[capture] = known
 
 
-def _is_inside(block: Block, pool: tuple[int, int] | None) -> bool:
-    """Whether a block is in the graph's pool; of a graph whose pool is unknown, in any private one."""
-    return block.pool == pool if pool is not None else block.pool != SHARED_POOL
+def _is_inside(there: tuple[int, int], pool: tuple[int, int] | None) -> bool:
+    """Whether a block of the pool `there` is in the graph's own; of a graph whose pool is unknown, in any private one."""
+    return there == pool != SHARED_POOL if pool is not None else there != SHARED_POOL
 
 
 def _share(lists: list[Any]) -> tuple[dict[int, tuple[int, list[int]]], int]:
@@ -318,21 +324,22 @@ def _share(lists: list[Any]) -> tuple[dict[int, tuple[int, list[int]]], int]:
     state = tuple((each[0], len(each[4])) for each in lists)
     if _summary is not None and _summary[0] == state:
         return _summary[1], _summary[2]
-    holders: dict[int, list[int]] = {}
+    holders: dict[int, int] = {}  # by address, a bit for each list
     sizes: dict[int, int] = {}
-    for capture, *_ in lists:
+    for number, (capture, *_) in enumerate(lists):
         for start, size in _known[capture].ranges.items():
-            holders.setdefault(start, []).append(capture)
-            sizes[start] = max(size, sizes.get(start, 0))
+            holders[start] = holders.get(start, 0) | 1 << number
+            if size > sizes.get(start, 0):
+                sizes[start] = size
     sharing = {}
-    for capture, *_ in lists:
-        shared, others = 0, {}
+    for number, (capture, *_) in enumerate(lists):
+        shared, all_of, own = 0, 0, 1 << number
         for start, size in _known[capture].ranges.items():
-            if len(holders[start]) > 1:
+            if holders[start] != own:
                 shared += size
-                others.update(dict.fromkeys(holders[start]))
-        others.pop(capture, None)
-        sharing[capture] = shared, sorted(others)
+                all_of |= holders[start]
+        all_of &= ~own
+        sharing[capture] = shared, [each[0] for other, each in enumerate(lists) if all_of >> other & 1]
     _summary = state, sharing, sum(sizes.values())
     return sharing, _summary[2]
 

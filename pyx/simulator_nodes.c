@@ -6,7 +6,7 @@
 
 #define ALIGNMENT 512            /* of planted memory, as of the real */
 #define FIRST_ADDRESS 0x7f0000000000u
-#define PLANTED 4096
+#define PLANTED (1 << 16)
 
 /* A kernel that was ever named: its name and parameters. Never freed, as a loaded module's are not. */
 typedef struct kernel {
