@@ -337,16 +337,19 @@ class Audit:
         return self.findings
 
     def _check(self) -> None:
-        freed = self._source.freed()
+        freed, since = self._source.freed(), now()
         blocks: Ranges | None = None
-        if freed != self._freed or any(each.gone and each.torch for each in self._tracked):
-            now_there = sorted(self._source.blocks())
-            by_start = {each.address: each for each in now_there}
-            blocks = Ranges((each.address, each.size) for each in now_there)
+        again = any(each.gone and each.torch for each in self._tracked)
+        if freed != self._freed or again:
             events, whole = self._source.events(self._since)
             self.exact = self.exact and whole
             witness = _Witness(events, None)
-            self._freed = freed
+            # With all of the history, blocks need a look only where it says that one of the graph's went.
+            if again or not whole or any(each.torch and witness.freed([each.address]) for each in self._tracked):
+                now_there = self._source.blocks()
+                by_start = {each.address: each for each in now_there}
+                blocks = Ranges((each.address, each.size) for each in now_there)
+            self._freed, self._since = freed, since
         owners = _Owners(self._capture)
         left = []
         for each in self._tracked:

@@ -6,10 +6,11 @@ from __future__ import annotations
 import contextlib
 import math
 import sys
+import threading
 import time
 import types
 from array import array
-from bisect import bisect_right
+from bisect import bisect_left, bisect_right
 from collections.abc import Iterable, Iterator
 from typing import Any, NamedTuple, Protocol
 
@@ -17,7 +18,7 @@ SHARED_POOL = (0, 0)
 """The id of torch's pool for all that is in no private one."""
 
 HISTORY = 100_000
-"""Events of torch's allocator that are kept where an audit asked for its history; the oldest are overwritten."""
+"""Events of torch's allocator that are kept at least, where an audit asked for its history."""
 
 DEPTH, BREADTH = 3, 4096  # how far an owner is searched for memory
 
@@ -76,26 +77,31 @@ class Nothing:
 
 
 class TorchAllocator:
-    """torch's caching allocator."""
+    """torch's caching allocator. Its history is taken over as it is read, so that no reading costs more than what is new."""
 
-    FREES = {"free_requested": "free", "segment_free": "unmap", "segment_unmap": "unmap", "alloc": "alloc"}
-    lean = True  # torch can leave the history out of a snapshot
+    ACTIONS = {"free_requested": "free", "segment_free": "unmap", "segment_unmap": "unmap", "alloc": "alloc"}
+    NO_POOL = (1 << 62, 1 << 62)  # a snapshot of a pool that is not there: the history alone
 
     def __init__(self, torch: Any) -> None:
         self.torch = torch
-        self.watched_from = 0  # microseconds; 0: not asked to watch
+        self.known_from = 0  # microseconds: from here on nothing was missed. 0: nobody watches
+        self.kept: list[Event] = []  # in order, at most twice HISTORY
+        self.lock = threading.Lock()
+        self.form = 0  # of the argument that this torch's snapshot takes
 
-    def snapshot(self, history: bool) -> dict[str, Any]:
-        if self.lean:
+    def snapshot(self, pool: tuple[int, int], history: bool) -> dict[str, Any]:
+        forms: list[Any] = [(*pool, history), pool, None]  # the newest torch's first
+        while True:
             try:
-                return self.torch._C._cuda_memorySnapshot((*SHARED_POOL, history))  # type: ignore[no-any-return]
-            except Exception:  # an older one: always with history
-                TorchAllocator.lean = False
-        return self.torch._C._cuda_memorySnapshot(None)  # type: ignore[no-any-return]
+                return self.torch._C._cuda_memorySnapshot(forms[self.form])  # type: ignore[no-any-return]
+            except (TypeError, ValueError, RuntimeError):
+                if self.form == len(forms) - 1:
+                    raise
+                self.form += 1
 
     def blocks(self) -> list[Block]:
         found = []
-        for segment in self.snapshot(False)["segments"]:
+        for segment in self.snapshot(SHARED_POOL, False)["segments"]:
             pool, start = tuple(segment.get("segment_pool_id", SHARED_POOL)), segment["address"]
             address = start
             for block in segment["blocks"]:
@@ -109,25 +115,63 @@ class TorchAllocator:
         stats = self.torch._C._cuda_memoryStats
         return sum(stats(device)["allocation"]["all"]["freed"] for device in range(self.torch.cuda.device_count()))
 
+    def enabled(self) -> bool:
+        return bool(getattr(self.torch._C, "_cuda_isHistoryEnabled", lambda: self.known_from > 0)())
+
+    def record(self) -> bool:
+        """Has torch keep its history, and forget what it has. False: this torch forgets nothing."""
+        record = self.torch.cuda.memory._record_memory_history
+        options: dict[str, Any] = {"context": None, "stacks": "python", "max_entries": HISTORY}
+        try:
+            record("all", clear_history=True, **options)
+        except TypeError:
+            record("all", **options)
+            return False
+        return True
+
     def watch(self) -> None:
-        if self.watched_from or getattr(self.torch._C, "_cuda_isHistoryEnabled", lambda: False)():
-            return  # somebody's own history serves as well, and is not ours to change
-        self.torch.cuda.memory._record_memory_history("all", context=None, stacks="python", max_entries=HISTORY)
-        self.watched_from = now()
+        with self.lock:
+            if self.enabled():
+                return  # ours already, or somebody else's: that one serves as well, and is not ours to change
+            self.known_from, self.kept = now() if self.record() else 0, []
 
     def events(self, since: int) -> tuple[list[Event], bool]:
-        enabled = bool(self.watched_from) or getattr(self.torch._C, "_cuda_isHistoryEnabled", lambda: False)()
-        if not enabled:
-            return [], False
-        found, whole = [], bool(self.watched_from) and self.watched_from <= since
-        for trace in self.snapshot(True)["device_traces"]:
-            if len(trace) >= HISTORY and trace[0]["time_us"] > since:
-                whole = False
+        with self.lock:
+            if not self.enabled():
+                self.known_from = 0
+                return [], False
+            if not self.known_from:
+                events, _ = self.read()
+                return events[bisect_left(events, since, key=when) :], bool(events) and events[0].when <= since
+            self.take_over()
+            return self.kept[bisect_left(self.kept, since, key=when) :], self.known_from <= since
+
+    def read(self) -> tuple[list[Event], bool]:
+        """torch's history, in order, and whether it overflowed."""
+        found, full = [], False
+        for trace in self.snapshot(self.NO_POOL, True)["device_traces"]:
+            full = full or len(trace) >= HISTORY
             for each in trace:
-                action = self.FREES.get(each["action"])
-                if action and each["time_us"] >= since:
+                action = self.ACTIONS.get(each["action"])
+                if action:
                     found.append(Event(action, each["addr"], each["size"], each["time_us"]))
-        return found, whole
+        return sorted(found, key=when), full
+
+    def take_over(self) -> None:
+        """Makes torch's history ours, and empties it. What another thread frees between the two is lost, but not unnoticed."""
+        before = self.freed()
+        events, full = self.read()
+        self.record()
+        if full or self.freed() != before:
+            self.known_from = now()
+        self.kept += events
+        if len(self.kept) > 2 * HISTORY:
+            self.known_from = max(self.known_from, self.kept[-HISTORY].when)
+            self.kept = self.kept[-HISTORY:]
+
+
+def when(event: Event) -> int:
+    return event.when
 
 
 def now() -> int:
@@ -196,7 +240,7 @@ def _search(thing: Any, depth: int, found: dict[int, int], seen: set[int]) -> No
         _search(part, depth - 1, found, seen)
 
 
-PLAIN = (str, bytes, int, float, complex, type(None), type, types.ModuleType, types.FunctionType, types.BuiltinFunctionType)
+PLAIN: tuple[type, ...] = (str, bytes, int, float, complex, type(None), type, types.ModuleType, types.FunctionType, types.BuiltinFunctionType)
 
 
 def _own(thing: Any) -> tuple[int, int] | None:

@@ -65,7 +65,7 @@ def lists():
     """
     cdef list found = []
     cdef owner_list *each
-    cdef size_t i, at
+    cdef size_t i
     cdef tuple owners
     drain()
     cdef int collecting = PyGC_Disable()  # a finalizer could retain, and the index would move under this loop
@@ -73,7 +73,7 @@ def lists():
         for i in range(index.size):
             each = index.buckets[i]
             while each != NULL:
-                owners = tuple([<object>each.entries[at].object for at in range(each.count) if each.entries[at].release == NULL])
+                owners = objects_of(each)
                 found.append((each.capture, <intptr_t>each.graph, bool(each.managed), bool(each.sealed), owners,
                               each.count - <size_t>len(owners), births.get(each.capture)))
                 each = each.chain
@@ -81,6 +81,11 @@ def lists():
         if collecting:
             PyGC_Enable()
     return found
+
+
+cdef tuple objects_of(owner_list *owners):
+    cdef size_t at
+    return tuple([<object>owners.entries[at].object for at in range(owners.count) if owners.entries[at].release == NULL])
 
 
 def died():

@@ -115,7 +115,7 @@ def test_the_wheel_has_the_package_and_nothing_else(built):
         packed = archive.namelist()
     assert {name.split("/")[0].partition("-")[0] for name in packed} == {"arena", "cuda_graph_arena"}
     libraries = [name.split(".")[0] for name in packed if name.endswith(".so")]
-    assert sorted(libraries) == ["arena/_registry", "arena/_simulator", "arena/_workspace"]
+    assert sorted(libraries) == ["arena/_audit", "arena/_registry", "arena/_simulator", "arena/_workspace"]
     names = ("__init__.py", "_registry.pxd", "_registry.pyi", "_workspace.pyi", "testing.py", "testing.pyi", "py.typed")
     for name in (*names, "include/arena.h", "torch.py", "dynamo.py", "workspace.py", "vllm.py"):
         assert f"arena/{name}" in packed
@@ -238,6 +238,22 @@ print(sorted(name for name in sys.modules if name.split(".")[0] in ("torch", "cu
     assert (ended.returncode, ended.stdout, ended.stderr) == (0, "[]\n[]\n", "")
 
 
+def test_what_shows_is_loaded_when_it_is_first_asked_for(tmp_path):
+    (tmp_path / "torch").mkdir()
+    (tmp_path / "torch" / "__init__.py").write_text("raise AssertionError('torch was imported')")
+    code = """
+import sys, arena
+late = lambda: sorted(set(sys.modules) & {"arena.auditing", "arena.reporting", "arena._audit", "torch", "rich"})
+print(late())
+arena.report, arena.audit
+print(late(), callable(arena.report), callable(arena.audit))
+print(arena.report().graphs)
+"""
+    ended = run_python(code, timeout=20, env={"PYTHONPATH": f"{tmp_path}{os.pathsep}{Path(arena.__file__).parent.parent}"})
+    expected = "[]\n['arena._audit', 'arena.auditing', 'arena.reporting'] True True\n[]\n"
+    assert (ended.returncode, ended.stdout, ended.stderr) == (0, expected, "")
+
+
 def test_the_planted_torch_would_have_gone_off(tmp_path):
     """The control."""
     (tmp_path / "torch").mkdir()
@@ -304,8 +320,8 @@ def mypy():
 
 # What a stub need not say: what the compiler adds, and how to make objects that refuse to be made.
 UNSAID = r"""
-arena\._(registry|simulator|workspace)\.__(pyx_capi|test)__
-arena\.testing\.\w+\.__init__
+arena\._(audit|registry|simulator|workspace)\.__(pyx_capi|test)__
+arena\.(testing|_audit)\.\w+\.__init__
 arena\.testing\.Capture\.__(enter|exit)__
 arena\.__main__\.\w+@\d+
 """
@@ -401,15 +417,18 @@ def test_a_consumer_that_is_wrong_is_told(mypy, tmp_path, right, wrong):
 
 
 def test_the_public_names_are_there_documented_and_in_the_stub():
-    stub = (Path(arena.__file__).parent / "_registry.pyi").read_text()
-    defined = set(re.findall(r"^(?:class|def) (\w+)", stub, re.MULTILINE))
+    folder = Path(arena.__file__).parent
+    places = [folder / name for name in ("_registry.pyi", "auditing.py", "reporting.py")]
+    defined = {name for place in places for name in re.findall(r"^(?:class|def) (\w+)", place.read_text(), re.MULTILINE)}
     assert sorted(arena.__all__) == arena.__all__
     own = {"get_include"}  # of the package itself
     for name in arena.__all__:
         assert name in defined | own
         assert getattr(arena, name).__doc__, name
-    imported = re.search(r"from arena\._registry import (.+)", Path(arena.__file__).read_text()).group(1)
-    assert sorted(imported.replace(" ", "").split(",")) == sorted(set(arena.__all__) - own)
+    imported = re.findall(r"from arena\.\w+ import (.+)", Path(arena.__file__).read_text())
+    assert sorted(",".join(imported).replace(" ", "").split(",")) == sorted(set(arena.__all__) - own)
+    with pytest.raises(AttributeError, match="no attribute 'ghost'"):
+        arena.ghost  # noqa: B018
 
 
 def test_ruff_is_content(sources):

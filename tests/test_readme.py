@@ -14,13 +14,19 @@ README = (Path(__file__).parent.parent / "README.md").read_text()
 PYTHON = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
 
 
+def example(text):
+    """The one example that has that text in it."""
+    (found,) = [each for each in PYTHON if text in each]
+    return found
+
+
 @pytest.mark.gpu
 def test_the_example_keeps_its_owner_as_long_as_its_graph():
     torch = pytest.importorskip("torch")
     if not torch.cuda.is_available():
         pytest.skip("torch sees no GPU")
-    example, seen = PYTHON[0], {}
-    watched = example.replace("graph = torch", "watch(table)\ngraph = torch").replace(
+    code, seen = example("table = torch"), {}
+    watched = code.replace("graph = torch", "watch(table)\ngraph = torch").replace(
         "graph.replay()", "graph.replay(); during()"
     )
     owner = []
@@ -36,13 +42,25 @@ def test_the_example_keeps_its_owner_as_long_as_its_graph():
 
 def test_the_testing_example_runs():
     retained = []
-    exec(PYTHON[2], {"my_op": lambda stream: retained.append(arena.retain(object(), stream))})
+    exec(example("simulated_driver"), {"my_op": lambda stream: retained.append(arena.retain(object(), stream))})
     assert retained == [True]
+
+
+@pytest.mark.gpu
+def test_the_audit_example_warns_of_its_scratch(capsys):
+    torch = pytest.importorskip("torch")
+    if not torch.cuda.is_available():
+        pytest.skip("torch sees no GPU")
+    with pytest.warns(arena.AuditWarning, match=r"freed: .*MulFunctor.*parameter 2 at byte 16"):
+        exec(example("AuditWarning"), {})
+    said = capsys.readouterr().out
+    assert "0 graphs hold 0 owners" in said or "owners" in said
+    assert "no graph's; a block in use of torch's" in said
 
 
 def test_the_install_example_runs():
     pytest.importorskip("torch")
-    exec(PYTHON[1], {})
+    exec(example("uninstall() undoes it"), {})
     import arena.torch
 
     assert arena.torch.installed()
@@ -70,8 +88,8 @@ def lives_as_long_as_the_graph(call, scratch):
 def test_an_op_library_with_a_hook_needs_no_arena():
     launched = []
     my_ops = {"launch": launched.append}
-    exec(PYTHON[3], my_ops)
-    assert len(PYTHON[3].replace("\n\n", "\n").splitlines()) < 10
+    exec(example("owner_hook"), my_ops)
+    assert len(example("owner_hook").replace("\n\n", "\n").splitlines()) < 10
     for hook in (arena.retain, None):  # None: the control
         scratch = [Scratch()]
         binding = types.SimpleNamespace(scratch=scratch[0])
@@ -87,8 +105,8 @@ def test_an_op_library_with_a_hook_needs_no_arena():
 
 def test_an_object_that_names_its_owners_needs_no_arena():
     names = {}
-    exec(PYTHON[4], names)
-    assert len(PYTHON[4].splitlines()) < 10
+    exec(example("class Binding"), names)
+    assert len(example("class Binding").splitlines()) < 10
     for kept in ("scratch", "plan", "output"):
         parts = {name: Scratch() for name in ("scratch", "plan", "output")}
         watched = [parts[kept]]
@@ -106,7 +124,7 @@ def test_the_commands_for_the_compiler_name_the_folder_of_the_header():
 
 
 def test_every_python_example_is_run_here():
-    assert len(PYTHON) == 5
+    assert len(PYTHON) == 6
 
 
 def test_files_that_the_readme_names_exist():
