@@ -254,9 +254,10 @@ def audit(script: str, arguments: list[str]) -> int:
     kept, code = run_script(script, arguments)
     audits = auditing.mode.collected
     found = 0
-    for each in audits:
-        findings = each.check() if kept else each.findings  # what a failed script left behind is being torn down
-        found += len(findings)
+    for graph, each in audits:
+        if kept and graph() is not None:  # what a graph used may go with it; a failed script's are being torn down
+            each.check()
+        found += len(each.findings)
         print(each)
     print(f"{len(audits)} graph{'s' * (len(audits) != 1)} audited, {found} finding{'s' * (found != 1)}")
     if not audits:

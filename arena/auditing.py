@@ -153,7 +153,7 @@ def audit(
             capture=capture,
             pool=pool or own or (noted.pool if noted else None),
             since=noted.began if noted else 0,
-            alive=noted.alive if noted else None,
+            alive=None,
             source=allocations or allocator(),
         )
     finally:
@@ -525,7 +525,8 @@ class Mode:
     """Replays that are each checked, before the graph's first."""
     every: int = 100
     """After those, one replay in so many."""
-    collected: list[Audit] = field(default_factory=list)
+    collected: list[tuple[weakref.ref[Any], Audit]] = field(default_factory=list)
+    """The audits of "collect", each with its graph: once that is gone, what it used may go too."""
 
     @classmethod
     def parse(cls, text: str) -> Mode:
@@ -603,7 +604,8 @@ def ended(graph: Any, read: Any) -> None:
         return
     finally:
         _registry.leave_relaxed(relaxed)
-    mode.collected.append(seen)
+    if action_for(graph) == "collect":
+        mode.collected.append((weakref.ref(graph), seen))
     if action_for(graph) == "warn":
         tell(graph, seen)
 

@@ -4,13 +4,12 @@ that it sees begin; of all others the registry knows where they retained first. 
 from __future__ import annotations
 
 import sys
-import weakref
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from arena import _registry
-from arena.memory import Ranges, now
+from arena.memory import now
 
 MOST = 65_536  # captures that are remembered
 
@@ -26,9 +25,6 @@ class Noted:
     began: int
     """Microseconds since 1970."""
     pool: tuple[int, int] | None = None
-    graph: weakref.ref[Any] | None = None
-    alive: Ranges | None = None
-    """What was in use when it began, if it is audited."""
 
 
 _noted: dict[int, Noted] = {}
@@ -36,15 +32,17 @@ _noted: dict[int, Noted] = {}
 
 def note(capture: int, graph: Any = None, name: str | None = None) -> None:
     """A capture has begun."""
-    pool = None
-    if graph is not None:
-        name = name or getattr(graph, "_arena_name", None)
-        pool = pool_of(graph)
+    name = name or getattr(graph, "_arena_name", None) or f"{_call_site()} #{capture}"
     if len(_noted) >= MOST:
         for old in list(_noted)[: MOST // 2]:
             del _noted[old]
-    name = name or f"{_call_site()} #{capture}"
-    _noted[capture] = Noted(name, now(), pool, weakref.ref(graph) if graph is not None else None)
+    _noted[capture] = Noted(name, now(), pool_of(graph))
+
+
+def ended(capture: int, graph: Any) -> None:
+    """A noted capture has ended: torch names a graph's pool only now."""
+    if capture in _noted:
+        _noted[capture].pool = pool_of(graph)
 
 
 def pool_of(graph: Any) -> tuple[int, int] | None:

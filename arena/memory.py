@@ -240,7 +240,8 @@ def _search(thing: Any, depth: int, found: dict[int, int], seen: set[int]) -> No
         _search(part, depth - 1, found, seen)
 
 
-PLAIN: tuple[type, ...] = (str, bytes, int, float, complex, type(None), type, types.ModuleType, types.FunctionType, types.BuiltinFunctionType)
+FUNCTIONS = (types.FunctionType, types.BuiltinFunctionType)
+PLAIN: tuple[type, ...] = (str, bytes, int, float, complex, type(None), type, types.ModuleType, *FUNCTIONS)
 
 
 def _own(thing: Any) -> tuple[int, int] | None:

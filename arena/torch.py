@@ -116,6 +116,7 @@ def end_body(self: Any, original: Original) -> None:
 
 def hold(self: Any, held: _registry.ManagedCapture) -> None:
     """The capture has ended: a kept template holds the owners too, so that what is made from it by hand does."""
+    captures.ended(held.id, self)
     template = 0
     look_for_cycles(self, held)
     # torch 2.14 says itself whether the template is kept, by enable_debug_mode() too.

@@ -563,12 +563,13 @@ with simulated_driver() as cuda:
         read = auditing.ending(begun, stream)
     auditing.ended(graph, read)
     if sys.argv[1] == "dropped": scratch.free()
-    graph.replay()
+    if sys.argv[1] == "both gone": del graph; scratch.free()
+    else: graph.replay()
     if sys.argv[1] == "exits": sys.exit(3)
 """
 
 
-@pytest.mark.parametrize(("case", "code"), [("dropped", 1), ("kept", 0), ("exits", 3)])
+@pytest.mark.parametrize(("case", "code"), [("dropped", 1), ("kept", 0), ("both gone", 0), ("exits", 3)])
 def test_the_command_prints_the_findings_and_its_exit_code_says_so(tmp_path, case, code):
     from conftest import TESTS
 
