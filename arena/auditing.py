@@ -577,7 +577,7 @@ def ending(started: Any, stream: Any = None) -> Any:
         return None
     relaxed = _registry.enter_relaxed()
     try:
-        here = _registry.capturing(stream)
+        here = _registry.capture_of(stream)
         if here is None:
             log.warning("this capture is not audited: the current stream at its end is not one of its own")
             return None

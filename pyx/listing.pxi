@@ -4,6 +4,8 @@
 import os as _os
 import sys as _sys
 
+from libc.stdlib cimport malloc
+
 cdef extern from *:
     """
     static double wall_now(void) {
@@ -62,30 +64,37 @@ def lists():
         A list of (capture id, graph handle, managed, sealed, owners, opaque owners, birth): `owners` is a tuple of the Python
         objects in order of retention, the next a count, `birth` (seconds, file, line, function) of the first retain, or None.
         The handle is that of the graph under capture, which may be gone if an executable lives on.
+
+    Raises:
+        MemoryError: There is no room for as many as there are.
     """
     cdef list found = []
+    cdef owner_list **all = NULL
     cdef owner_list *each
-    cdef size_t i
-    cdef tuple owners
+    cdef size_t i, at, count, room = 0
+    cdef int collecting
     drain()
-    cdef int collecting = PyGC_Disable()  # a finalizer could retain, and the index would move under this loop
+    while True:  # opaque owners may begin another list meanwhile
+        count = owner_index_all(&index, all, room)
+        if count <= room:
+            break
+        room = count + 16
+        free(all)
+        all = <owner_list **>malloc(room * sizeof(owner_list *))
+        if all == NULL:
+            raise MemoryError(f"no memory to list the owners of {count} captures")
+    collecting = PyGC_Disable()  # a finalizer could retain, and the entries would move under this loop
     try:
-        for i in range(index.size):
-            each = index.buckets[i]
-            while each != NULL:
-                owners = objects_of(each)
-                found.append((each.capture, <intptr_t>each.graph, bool(each.managed), bool(each.sealed), owners,
-                              each.count - <size_t>len(owners), births.get(each.capture)))
-                each = each.chain
+        for i in range(count):
+            each = all[i]
+            found.append((each.capture, <intptr_t>each.graph, bool(each.managed), bool(each.sealed),
+                          tuple([<object>each.entries[at].object for at in range(each.count)]), owner_list_opaque(each),
+                          births.get(each.capture)))
     finally:
+        free(all)
         if collecting:
             PyGC_Enable()
     return found
-
-
-cdef tuple objects_of(owner_list *owners):
-    cdef size_t at
-    return tuple([<object>owners.entries[at].object for at in range(owners.count) if owners.entries[at].release == NULL])
 
 
 def died():
@@ -103,7 +112,7 @@ def born(capture):
     return births.get(capture)
 
 
-def capturing(stream=None):
+def capture_of(stream=None):
     """(capture id, graph handle) of the capture that `stream` takes part in, or None; as for `capture_id`."""
     cdef void *handle = NULL
     cdef uint64_t capture

@@ -398,6 +398,25 @@ static inline owner_list *owner_index_take_unattached(owner_index *index) {
     return NULL;
 }
 
+/* All lists that a graph was given, at most `room`; how many there are. They stay as long as the caller keeps the GIL. */
+static inline size_t owner_index_all(const owner_index *index, owner_list **all, size_t room) {
+    size_t count = 0;
+    owner_lock();
+    for (size_t i = 0; i < index->size; i++)
+        for (owner_list *list = index->buckets[i]; list; list = list->chain)
+            if (list->object && count++ < room) all[count - 1] = list;
+    owner_unlock();
+    return count;
+}
+
+/* How many opaque owners a list has now. */
+static inline size_t owner_list_opaque(const owner_list *list) {
+    owner_lock();
+    size_t count = list->opaque_count;
+    owner_unlock();
+    return count;
+}
+
 /* ---- what is looked at without the lock ---- */
 
 /* The driver's cuStreamGetCaptureInfo, or NULL while the driver may not be called. Set with the lock, when all that belongs

@@ -62,6 +62,8 @@ cdef extern from "owners.h" nogil:
     bint owner_list_is_dead(const owner_list *list)
     void owner_list_end(owner_list *list)
 
+    size_t owner_index_all(const owner_index *index, owner_list **all, size_t room)
+    size_t owner_list_opaque(const owner_list *list)
     void owner_index_check(const owner_index *index)
     owner_list *owner_index_find_locked(const owner_index *index, uint64_t capture)
     int owner_index_reserve_locked(owner_index *index)
