@@ -483,11 +483,7 @@ class graph(torch.cuda.graph):  # type: ignore[misc, unused-ignore]
         cuda_graph._arena_audit_mode, cuda_graph._arena_name = audit, name
 
 
-<<<<<<< HEAD
-setattr(graph, "__enter__", inherited("__enter__", torch.cuda.graph))  # noqa: B010 - as above
-
-dynamo.teach()
-=======
 for _name in ("__enter__", "__exit__"):
     setattr(graph, _name, inherited(_name, torch.cuda.graph))
->>>>>>> 7fe8856 (audit, report and owner_of: what a graph points into, what it holds, and whose an address is)
+
+dynamo.teach()
