@@ -1,4 +1,4 @@
-# cython: language_level=3
+# cython: language_level=3, embedsignature=True, embedsignature.format=clinic
 """Scratch by slot: the request path of `arena.workspace`, and what ties a slot's block to the graphs that use it.
 
 It owns the blocks of a manager's slots, the views of them that were asked for before, and the note of which capture holds

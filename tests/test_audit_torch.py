@@ -19,7 +19,8 @@ from arena import auditing  # noqa: E402
 
 
 @pytest.fixture
-def cuda(simulated):
+def cuda(simulated, monkeypatch):
+    monkeypatch.setattr(standin, "driver", simulated)
     return simulated
 
 
@@ -27,7 +28,7 @@ def cuda(simulated):
 def graphs(monkeypatch):
     module = standin.graphs()
     monkeypatch.setattr(arena.torch, "current_stream", lambda device: (standin.current_stream().handle, False))
-    monkeypatch.setattr(torch._C, "_CUDAGraph", standin._CUDAGraph, raising=False)
+    monkeypatch.setattr(torch._C, "_CUDAGraph", module.CUDAGraph.__base__, raising=False)
     arena.torch.patch(module.CUDAGraph, None)
     yield module
     arena.torch.uninstall()
