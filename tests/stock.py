@@ -1,5 +1,6 @@
 """What `arena.workspace` is held against: vLLM's own module where it can be imported (installed, or a source tree that
-ARENA_VLLM_TREE names), and a model of how it serves and grows, for negative controls anywhere. Tests and benchmarks import it."""
+ARENA_VLLM_TREE names), and a model of how it serves and grows, for negative controls anywhere.
+Tests and benchmarks import it."""
 
 import functools
 import importlib

@@ -1,5 +1,5 @@
-"""What captured graphs hold of the workspace, on the simulated driver with tensors of the CPU: each block exactly as long as its
-last graph or view. The numbers are those of public bug reports, with KiB in the place of MiB; controls show what a slot that
+"""What captured graphs hold of the workspace, on the simulated driver with tensors of the CPU: each block exactly as long as
+its last graph or view. The numbers are those of public bug reports, with KiB in the place of MiB; controls show what a slot that
 knows nothing of graphs does. The same on a real GPU is in test_workspace_gpu.py."""
 
 import gc
@@ -156,7 +156,7 @@ class Memory:
 
 
 def test_a_block_is_retained_once_per_capture(cuda, manager, managed):
-    for views in range(3):
+    for _ in range(3):
         manager.get_simultaneous(*MOE)
     for captures in range(3):
         before = retained()
