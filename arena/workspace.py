@@ -222,7 +222,7 @@ class WorkspaceManager(_workspace.Requests, Growing):
         num_ubatches: Ubatches that may run side by side; None: one.
         num_lanes: Independent users of each ubatch (a target and its draft model, say).
         alloc_context: Makes the context in which a block is allocated.
-        reuse_views: A request seen before gets the very same tensor objects, which are kept: no torch operation at all. A
+        reuse_views: A request seen twice gets the very same tensor objects from then on: no torch operation at all. A
             caller must then not keep state on a tensor object. Only where gradients are off. None: `ARENA_REUSE_VIEWS`.
         strict: Growing inside a capture, or growing a slot whose block a living graph uses, is a RuntimeError. None:
             `ARENA_STRICT`.

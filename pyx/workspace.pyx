@@ -304,20 +304,22 @@ cdef class Slot:
         return 0
 
     cdef list remember(self, Block block, const int64_t *words, size_t count, list views, bint reuse):
-        """Keeps what answers that request of `block`; returns what to hand out. Views that are handed out new each time are
-        kept from the second time on: many requests never come again. Without memory nothing is kept."""
+        """Keeps what answers that request of `block`, from the second time on: many requests never come again. Returns what to
+        hand out. Without memory nothing is kept."""
         cdef uint64_t hash = words_hash(words, count)
         cdef request *known
         cdef request **place
+        cdef bint again
         cdef tuple kept
         if self.table == NULL:
             self.table = <request **>calloc(REQUEST_PLACES, sizeof(request *))
             if self.table == NULL:
                 return views
-        known = request_new(hash, words, count, len(views), reuse or ARENA_DEBUG)
+        again = request_place(self.table, hash, words, count)[0] != NULL
+        known = request_new(hash, words, count, len(views), again and (reuse or ARENA_DEBUG))
         if known == NULL:
             return views
-        if reuse or request_place(self.table, hash, words, count)[0] != NULL:
+        if again:
             kept = tuple(views)
             if known.marks != NULL and not mark(known, kept):
                 request_free(known)
