@@ -162,7 +162,7 @@ cdef class Block:
     cdef readonly object storage       # what holds the bytes, whatever becomes of the tensor
     cdef readonly int64_t nbytes
     cdef readonly object site          # who asked for it: "file:line:function", or None
-    cdef dict typed                    # (dtype, modes) -> (base as that dtype, its storage offset)
+    cdef list typed                    # by modes, dtype -> (base as that dtype, its storage offset, its item's size)
     cdef uint64_t[8] captures          # the last that retained it: one may not be asked twice
     cdef unsigned int turn             # of `captures`, to be replaced next
     cdef object __weakref__
@@ -171,7 +171,7 @@ cdef class Block:
         self.base = base
         self.storage = base.untyped_storage()
         self.nbytes = base.numel() * base.element_size()
-        self.typed = {}
+        self.typed = [{} for _ in range(4)]
 
     def __repr__(self):
         return f"<workspace block of {self.nbytes} bytes at {self.base.data_ptr():#x}>"
@@ -193,23 +193,27 @@ cdef class Block:
         """A contiguous view, `offset` bytes into the block. Unless `keep`, nothing that is made on the way is kept."""
         cdef Py_ssize_t i
         cdef int64_t stride = 1
+        cdef int64_t size
         cdef object each
-        cdef tuple base = self.typed.get((dtype, modes)) if keep else None
-        cdef tuple strides
-        if base is None:
-            size = dtype.itemsize
-            whole = self.base if self.nbytes % size == 0 else self.base[: self.nbytes // size * size]
-            typed = whole.view(dtype)
-            base = (typed, typed.storage_offset(), size)
-            if keep and type(typed) is exact_tensor:
-                self.typed[(dtype, modes)] = base
-        strides = PyTuple_New(len(shape))
-        for i in range(len(shape) - 1, -1, -1):
+        cdef PyObject *known = PyDict_GetItemWithError(<dict>self.typed[modes], dtype) if keep else NULL
+        cdef tuple base = <tuple>known if known != NULL else self.base_as(dtype, modes, keep)
+        cdef tuple strides = PyTuple_New(PyTuple_GET_SIZE(shape))
+        for i in range(PyTuple_GET_SIZE(shape) - 1, -1, -1):
             each = stride
             Py_INCREF(each)
             PyTuple_SET_ITEM(strides, i, each)
-            stride *= <int64_t>shape[i] or 1
+            size = <object>PyTuple_GET_ITEM(shape, i)
+            stride *= size or 1
         return as_strided(base[0], shape, strides, <int64_t>base[1] + offset // <int64_t>base[2])
+
+    cdef tuple base_as(self, object dtype, unsigned int modes, bint keep):
+        size = dtype.itemsize
+        whole = self.base if self.nbytes % size == 0 else self.base[: self.nbytes // size * size]
+        typed = whole.view(dtype)
+        base = (typed, typed.storage_offset(), size)
+        if keep and type(typed) is exact_tensor:
+            (<dict>self.typed[modes])[dtype] = base
+        return base
 
 
 @cython.final
@@ -622,19 +626,27 @@ cdef class Requests:
         """A request that no kept view answers."""
         cdef int64_t[128] words
         cdef Py_ssize_t count
-        cdef int64_t total, offset = 0
+        cdef int64_t total = -1
+        cdef int64_t[64] starts
+        cdef Py_ssize_t i
         cdef Slot slot = <Slot>self.blocks.slots[self.slot_index()]
         cdef Block block = slot.block
-        cdef list served
-        cdef list offsets
+        cdef list served = []
+        cdef list offsets = None
         cdef unsigned int now = modes()
         # What is made under somebody's mode (FakeTensorMode) stays in no slot and in no table.
         cdef bint keep = not dispatching()
         # Where gradients are recorded, a view that was handed out may have a history.
         cdef bint reuse = self.reuse_views and markable and not now & MODE_GRAD
-        cdef tuple specs = normal(given)
-        offsets = place(specs)
-        total = offsets.pop()
+        cdef tuple specs = given
+        count = flatten(tuple_items(given), PyTuple_GET_SIZE(given), words)
+        if count >= 0:
+            total = place_plain(given, words, starts)
+        if total < 0:  # or it is wrong, and this says how
+            specs = normal(given)
+            offsets = place(specs)
+            total = offsets.pop()
+            count = flatten_normal(specs, words)
         if total > (block.nbytes if block is not None else 0):
             block = None  # or growing could not free it
             if keep:
@@ -645,12 +657,14 @@ cdef class Requests:
                 block = Block(torch.empty((total,), dtype=torch.uint8, device=self._device))
         elif block is None:  # nothing but empty tensors, and no block yet
             return [torch.empty(shape, dtype=dtype, device=self._device) for shape, dtype in specs]
-        served = [block.view(dtype, now, shape, offset, keep) for (shape, dtype), offset in zip(specs, offsets, strict=True)]
-        if keep and slot.block is block and all_exact(served):
-            count = flatten_normal(specs, words)
-            if count > 0:
-                words[0] = now
-                served = slot.remember(block, words, count, served, reuse)
+        for i in range(PyTuple_GET_SIZE(specs)):
+            spec = <object>PyTuple_GET_ITEM(specs, i)
+            served.append(block.view(
+                <object>PyTuple_GET_ITEM(spec, 1), now, <tuple>PyTuple_GET_ITEM(spec, 0),
+                starts[i] if offsets is None else <int64_t>offsets[i], keep))
+        if keep and count > 0 and slot.block is block and all_exact(served):
+            words[0] = now
+            served = slot.remember(block, words, count, served, reuse)
         if self.asks:
             self.cover(block)
         if self.watch is not None:
@@ -927,6 +941,29 @@ cdef bint all_exact(list tensors):
         if type(each) is not exact_tensor:
             return False
     return True
+
+
+cdef int64_t place_plain(tuple specs, const int64_t *words, int64_t *starts) except -2:
+    """`place` for a request that `flatten` took, by its words; -1: it is not plain, or not right."""
+    cdef Py_ssize_t i, j
+    cdef int64_t nbytes, total = 0
+    cdef object spec
+    words += 1
+    for i in range(PyTuple_GET_SIZE(specs)):
+        spec = <object>PyTuple_GET_ITEM(specs, i)
+        if type(<object>PyTuple_GET_ITEM(spec, 1)) is not dtype_type:
+            return -1
+        if not PyTuple_CheckExact(<object>PyTuple_GET_ITEM(spec, 0)):
+            return -1
+        starts[i] = total
+        nbytes = dtype_size(<object>PyTuple_GET_ITEM(spec, 1))
+        for j in range(words[1]):
+            if words[2 + j] < 0 or overflows_times(nbytes, words[2 + j], &nbytes):
+                return -1
+        words += 2 + words[1]
+        if overflows_plus(nbytes, ALIGN - 1, &nbytes) or overflows_plus(total, nbytes // ALIGN * ALIGN, &total):
+            return -1
+    return total
 
 
 cdef list place(tuple specs):
