@@ -1,6 +1,6 @@
 """What captured graphs hold of the workspace, on the simulated driver with tensors of the CPU: each block exactly as long as
-its last graph or view. The numbers are those of public bug reports, with KiB in the place of MiB; controls show what a slot that
-knows nothing of graphs does. The same on a real GPU is in test_workspace_gpu.py."""
+its last graph or view. The numbers are those of public bug reports, with KiB in the place of MiB; controls show what a slot
+that knows nothing of graphs does. The same on a real GPU is in test_workspace_gpu.py."""
 
 import gc
 import inspect
