@@ -64,7 +64,40 @@ def test_without_any_one_part_of_the_lock_and_the_order_the_stress_fails(tmp_pat
     assert complaint in run.stderr
 
 
-CORE = ["test_retain.py", "test_scopes.py", "test_reclaim.py", "test_managed.py"]
+FORKED = """
+#include "owners.h"
+#include <sys/wait.h>
+#include <unistd.h>
+static sem_t held;
+static void *holder(void *nothing) { owner_lock(); sem_post(&held); pause(); return nothing; }
+int main(void) {
+    pthread_t thread;
+    sem_init(&held, 0, 0);
+    pthread_create(&thread, NULL, holder, NULL);
+    sem_wait(&held);
+    int status;
+    pid_t child = fork();
+    if (!child) {
+        alarm(2);
+        RESET
+        owner_lock();
+        _exit(0);
+    }
+    waitpid(child, &status, 0);
+    return WIFSIGNALED(status) ? WTERMSIG(status) : 0;
+}
+"""
+
+
+@pytest.mark.parametrize("reset", ["owner_lock_reset();", ""])
+def test_a_forked_child_has_to_make_the_lock_anew(tmp_path, reset):
+    """The holder was a thread of the parent; without the reset (the control) the child waits for ever."""
+    (tmp_path / "forked.c").write_text(FORKED.replace("RESET", reset))
+    ended = subprocess.run([native.program(tmp_path / "forked.c", f"forked{bool(reset)}")], timeout=10)
+    assert ended.returncode == (0 if reset else signal.SIGALRM)
+
+
+CORE = ["test_retain.py", "test_scopes.py", "test_reclaim.py", "test_managed.py", "test_oplib.py"]
 
 
 @pytest.mark.slow
