@@ -6,6 +6,7 @@ far from any hot path, by whoever audits; the walk itself is C. A graph that is 
 """
 
 cimport cython
+from cpython.array cimport array
 from libc.stdint cimport int32_t, intptr_t, uint32_t, uint64_t
 from libc.stdlib cimport free, malloc, realloc
 from libc.string cimport memcpy, memset
@@ -56,6 +57,12 @@ cdef int check(CUresult code, str call, str about) except -1:
     if code != CUDA_SUCCESS:
         raise DriverError(f"{call} failed for {about}: {code}")
     return 0
+
+
+cdef const unsigned long long *numbers_of(array numbers) except? NULL:
+    if numbers.typecode != "Q":
+        raise TypeError(f"ranges are told by an array of 'Q', not of {numbers.typecode!r}")
+    return numbers.data.as_ulonglongs
 
 
 cdef tuple KINDS = (
@@ -114,8 +121,8 @@ cdef class Nodes:
         Returns:
             ({range: [words]}, {value: [words]}): words by the range that they lie in, and those that lie in none.
         """
-        cdef const uint64_t[::1] low = starts if len(starts) else None
-        cdef const uint64_t[::1] high = ends if len(ends) else None
+        cdef const unsigned long long *low = numbers_of(starts)
+        cdef const unsigned long long *high = numbers_of(ends)
         cdef dict inside = {}
         cdef dict outside = {}
         cdef size_t i, left, right, middle, ranges = len(starts)
