@@ -240,7 +240,7 @@ def _search(thing: Any, depth: int, found: dict[int, int], seen: set[int]) -> No
         _search(part, depth - 1, found, seen)
 
 
-FUNCTIONS = (types.FunctionType, types.BuiltinFunctionType)
+FUNCTIONS: tuple[type, ...] = (types.FunctionType, types.BuiltinFunctionType)
 PLAIN: tuple[type, ...] = (str, bytes, int, float, complex, type(None), type, types.ModuleType, *FUNCTIONS)
 
 
