@@ -13,6 +13,7 @@ import os
 import warnings
 import weakref
 from array import array
+from bisect import bisect_left
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
@@ -457,8 +458,10 @@ class _Owners:
     def holding(self, address: int, size: int) -> tuple[int, int, str] | None:
         """(number, address that it has, words) of the first owner with memory in that range."""
         if self._ranges is None:
-            self._ranges = [(a, n, at) for at, owner in enumerate(self.owners) for a, n in memory_of(owner)]
-        for start, bytes, at in self._ranges:
+            self._ranges = sorted((a, at, n) for at, owner in enumerate(self.owners) for a, n in memory_of(owner))
+        # An owner's memory begins in the block that it is in; else it is the one before, if that is large.
+        number = bisect_left(self._ranges, (address,))
+        for start, at, bytes in self._ranges[max(number - 1, 0) : number + 1]:
             if start < address + size and address < start + bytes:
                 where = f", retained at {self.born[1]}:{self.born[2]}" if self.born else ""
                 return at, start, f"owner {at}, {name_of(self.owners[at])}{where}"

@@ -252,6 +252,19 @@ def test_a_free_block_of_a_pool_may_be_the_graphs_own_where_its_pool_is_unknown(
     assert states(look(capture.graph, torch_memory, pool=(1, 4)))["findings"] == 1  # another's: nobody keeps it for this graph
 
 
+def test_each_of_many_owners_holds_its_own(stream, torch_memory):
+    arrays = [torch_memory.array(512 * (1 + number % 3)) for number in range(60)]
+    with stream.capture() as capture:
+        for each in arrays[::2]:
+            arena.retain(each)
+        for each in arrays:
+            stream.kernel("add", each.address + 256)
+    seen = look(capture.graph, torch_memory)
+    assert sorted(each.address for each in seen.held) == sorted(each.address for each in arrays[::2])
+    assert sorted(each.address for each in seen.external) == sorted(each.address for each in arrays[1::2])
+    assert {each.by.split(",")[0] for each in seen.held} == {f"owner {number}" for number in range(30)}
+
+
 def test_another_graphs_owners_do_not_hold_for_this_one(stream, torch_memory):
     scratch = torch_memory.array(512)
     with stream.capture() as first:
