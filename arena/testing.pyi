@@ -116,10 +116,11 @@ class Stream:
         """Captures the body of the `with`; this stream is the current one meanwhile."""
     def begin_capture(self, mode: Mode = "global", *, into: Graph | None = None) -> None: ...
     def end_capture(self) -> Graph: ...
-    def kernel(self, name: str = "kernel", *parameters: int | bytes) -> None:
+    def kernel(self, name: str = "kernel", *parameters: int | bytes, packed: bool = False) -> None:
         """One unit of work: a node where the stream is capturing, else nothing that can be seen.
 
-        An audit reads `name` and `parameters`: an int for 8 bytes, a bytes object for a struct by value.
+        An audit reads `name` and `parameters`: an int for 8 bytes, a bytes object for a struct by value;
+        `packed`: told as one block.
         """
     def copy(self, to: int, source: int, length: int, *, to_host: bool = False, from_host: bool = False) -> None:
         """cuMemcpyAsync: a node where the stream is capturing. Nothing is copied."""

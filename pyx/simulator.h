@@ -27,6 +27,7 @@ typedef struct sim_node {
     const unsigned char *values; /* one behind the other */
     uint64_t to, from, length;   /* a copy's; a fill has no from */
     int to_host, from_host;
+    int packed; /* its parameters are told as one block, as of a launch that gave them so */
 } sim_node;
 
 /* One destructor that ran. */

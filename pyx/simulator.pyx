@@ -61,6 +61,7 @@ cdef extern from "simulator.h" nogil:
         uint64_t length
         int to_host
         int from_host
+        int packed
 
     int sim_open()
     void sim_finish()
@@ -609,17 +610,19 @@ cdef class Stream:
         self._target = None
         return captured
 
-    def kernel(self, str name="kernel", *parameters):
+    def kernel(self, str name="kernel", *parameters, bint packed=False):
         """One unit of work: a node where the stream is capturing, else nothing that can be seen.
 
         Args:
             name: the kernel's, for whom an audit reads the node.
             parameters: an int for a parameter of 8 bytes, a bytes object for a struct by value.
+            packed: the node tells them as one block, as a launch may give them.
         """
         if not parameters and name == "kernel":
             check("cuLaunchKernel", sim_stream_kernel(self._handle, NULL))
             return
         cdef Work work = kernel_work(name, parameters)
+        work.what.packed = packed
         check("cuLaunchKernel", sim_stream_kernel(self._handle, &work.what))
 
     def copy(self, uint64_t to, uint64_t source, uint64_t length, *, bint to_host=False, bint from_host=False):

@@ -26,6 +26,8 @@ struct node {
     kernel *launched;      /* KERNEL */
     unsigned char *bytes;  /* of its parameters */
     void **values;         /* one for each parameter */
+    void *extra[5];        /* of a packed one: the block and its size */
+    size_t size;           /* of the block */
     sim_node copied;       /* MEMCPY and MEMSET: addresses and length */
 };
 
@@ -192,7 +194,14 @@ static CUresult get_kernel(CUgraphNode handle, kernel_node *answer) {
     if (asked->type != CU_GRAPH_NODE_TYPE_KERNEL) return CUDA_ERROR_INVALID_VALUE;
     memset(answer, 0, sizeof *answer);
     answer->func = (CUfunction)asked->launched;
-    answer->kernelParams = asked->values;
+    if (!asked->copied.packed) {
+        answer->kernelParams = asked->values;
+        return CUDA_SUCCESS;
+    }
+    asked->size = kernel_bytes(asked->launched);
+    void *extra[] = {(void *)NODE_EXTRA_BUFFER, asked->bytes, (void *)NODE_EXTRA_SIZE, &asked->size, (void *)NODE_EXTRA_END};
+    memcpy(asked->extra, extra, sizeof extra);
+    answer->extra = asked->extra;
     return CUDA_SUCCESS;
 }
 

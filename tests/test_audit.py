@@ -99,6 +99,14 @@ def test_each_kind_of_node_is_read_with_the_right_place(cuda, stream, torch_memo
     assert seen.findings == seen.unread == []
 
 
+def test_parameters_that_were_given_as_one_block_are_read_too(stream, torch_memory):
+    a, b = torch_memory.array(512), torch_memory.array(512)
+    with stream.capture() as capture:
+        stream.kernel("add", b"\1\0\0\0", a.address, bytes(8) + word(b.address), packed=True)
+    uses = [use for each in look(capture.graph, torch_memory).external for use in each.uses]
+    assert sorted((use.parameter, use.offset, use.address) for use in uses) == [(1, 0, a.address), (2, 8, b.address)]
+
+
 def test_a_graph_under_capture_and_an_empty_one_can_be_read(cuda, stream, torch_memory):
     a = torch_memory.array(512)
     with stream.capture() as capture:

@@ -553,6 +553,16 @@ def test_the_environment_audits_code_that_nobody_changed(tmp_path, action):
     assert (clean.returncode, clean.stderr) == (0, "")
 
 
+@pytest.mark.parametrize(("case", "found"), [("drop", True), ("retain", False)])
+def test_expandable_segments_are_audited_too(case, found):
+    script = f"import sys, arena.torch\narena.torch.install()\nsys.argv = ['script', {case!r}]\n" + SCRIPT
+    env = {"ARENA_AUDIT": "warn", "PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"}
+    env["PYTORCH_ALLOC_CONF"] = env["PYTORCH_CUDA_ALLOC_CONF"]
+    run = run_python(script, timeout=100, env=env)
+    assert run.returncode == 0, run.stderr
+    assert ("parameter 2 at byte 16" in run.stderr) == found, run.stderr
+
+
 # ---- reports ----
 
 
