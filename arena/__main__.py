@@ -247,12 +247,12 @@ def manage_torch() -> None:
 
 def audit(script: str, arguments: list[str]) -> int:
     """Runs a script, audits each graph as its capture ends, and checks each at replays and at the end."""
-    from arena import auditing
+    from arena import watching
 
-    auditing.mode = auditing.Mode("collect")
+    watching.mode = watching.Mode("collect")
     manage_torch()
     kept, code = run_script(script, arguments)
-    audits = auditing.mode.collected
+    audits = watching.mode.collected
     found = 0
     for graph, each in audits:
         if kept and graph() is not None:  # what a graph used may go with it; a failed script's are being torn down

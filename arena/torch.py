@@ -19,7 +19,7 @@ from typing import Any
 
 import torch  # type: ignore[import-not-found, unused-ignore]
 
-from arena import _registry, auditing, captures, dynamo
+from arena import _registry, captures, dynamo, watching
 
 __all__ = ["CUDAGraph", "graph", "install", "installed", "uninstall"]
 
@@ -42,7 +42,7 @@ def capture_begin(self: Any, original: Original, *args: Any, **kwargs: Any) -> N
     # A pool with live blocks cannot be captured into again: what is dead goes first.
     if _registry.pending():
         _registry.reclaim()
-    self._arena_audit_begun = auditing.began(self)
+    self._arena_audit_begun = watching.began(self)
     original(self, *args, **kwargs)
     before, self._arena_capture = self._arena_capture, None
     if before is not None:
@@ -65,7 +65,7 @@ def managed_here(graph: Any = None) -> _registry.ManagedCapture | None:
 def capture_end(self: Any, original: Original) -> None:
     """Also torch 2.14's capture_end_pre(), after which it instantiates."""
     held = self._arena_capture
-    read = auditing.ending(self.__dict__.pop("_arena_audit_begun", None))
+    read = watching.ending(self.__dict__.pop("_arena_audit_begun", None))
     if held is not None:
         held.seal()
         if not held.holds:
@@ -82,14 +82,14 @@ def capture_end(self: Any, original: Original) -> None:
         return
     if held is not None:
         hold(self, held)
-    auditing.ended(self, read)
+    watching.ended(self, read)
 
 
 def capture_end_post(self: Any, original: Original) -> None:
     original(self)
     if self._arena_capture is not None:
         hold(self, self._arena_capture)
-    auditing.ended(self, self.__dict__.pop("_arena_audit_read", None))
+    watching.ended(self, self.__dict__.pop("_arena_audit_read", None))
 
 
 def begin_body(self: Any, original: Original, *args: Any, **kwargs: Any) -> None:
@@ -168,7 +168,7 @@ def reset(self: Any, original: Original) -> None:
 def leave(self: Any, original: Original, *exc: Any) -> Any:
     """`torch.cuda.graph.__exit__`: what an audit found is raised once torch has put all back."""
     result = original(self, *exc)
-    auditing.tell_if_raising(self.cuda_graph)
+    watching.tell_if_raising(self.cuda_graph)
     return result
 
 

@@ -12,7 +12,7 @@ import pytest
 from planted import Allocator, Array
 
 import arena
-from arena import _audit, auditing, captures, memory
+from arena import _audit, captures, memory, watching
 from arena.memory import Ranges, bytes_of, memory_of, name_of
 
 
@@ -59,14 +59,14 @@ def audited(stream, source, pool=None):
             self.replays = getattr(self, "replays", 0) + 1
 
     graph = Graph()
-    begun = auditing.began(graph, lambda: source)
+    begun = watching.began(graph, lambda: source)
     with stream.capture() as capture:
         captures.note(capture.id, graph, "decode B=4")
         yield graph
-        read = auditing.ending(begun, stream)
+        read = watching.ending(begun, stream)
     graph.template = capture.graph
-    auditing.ended(graph, read)
-    auditing.mode.collected.clear()
+    watching.ended(graph, read)
+    watching.mode.collected.clear()
     graph.audit = graph._arena_audit
 
 
@@ -445,7 +445,7 @@ def test_raising_is_left_to_the_end_of_the_context_and_to_replays(stream, torch_
         stream.kernel("add", scratch.address)
         scratch.free()
     with pytest.raises(arena.AuditError, match=r"freed: .*kernel add"):
-        auditing.tell_if_raising(graph)
+        watching.tell_if_raising(graph)
     with pytest.raises(arena.AuditError):
         graph.replay()
     assert not hasattr(graph, "replays")
@@ -465,7 +465,7 @@ def test_only_audited_graphs_pay_at_replay_and_none_is_kept_alive_by_it(stream, 
 
 
 def test_checks_come_first_and_then_now_and_then():
-    due = auditing.checks(3, 4)
+    due = watching.checks(3, 4)
     assert [next(due) for _ in range(12)] == [1, 1, 1, 0, 0, 0, 1, 0, 0, 0, 1, 0]
 
 
@@ -486,14 +486,14 @@ def test_an_audit_that_fails_takes_no_capture_and_no_replay_with_it(cuda, stream
 @pytest.mark.parametrize(("text", "action", "every"), [("warn", "warn", 100), ("raise:7", "raise", 7)])
 def test_the_mode_is_read_from_the_environment(monkeypatch, text, action, every):
     monkeypatch.setenv("ARENA_AUDIT", text)
-    mode = auditing._from_environment()
+    mode = watching._from_environment()
     assert (mode.action, mode.every) == (action, every)
 
 
 @pytest.mark.parametrize("text", ["loud", "warn:0", "warn:often", ":5"])
 def test_a_mode_that_is_none_is_told_and_audits_nothing(monkeypatch, caplog, text):
     monkeypatch.setenv("ARENA_AUDIT", text)
-    assert auditing._from_environment().action is None
+    assert watching._from_environment().action is None
     assert "ARENA_AUDIT is " in caplog.text
 
 
@@ -501,8 +501,8 @@ def test_without_a_mode_nothing_is_looked_at(torch_memory):
     class Graph:
         pass
 
-    assert auditing.began(Graph(), lambda: 1 / 0) is None
-    assert auditing.ending(None) is None
+    assert watching.began(Graph(), lambda: 1 / 0) is None
+    assert watching.ending(None) is None
 
 
 # ---- what an owner owns ----
@@ -569,7 +569,7 @@ SCRIPT = """
 import sys
 from planted import Allocator
 import arena
-from arena import auditing
+from arena import watching
 from arena.testing import simulated_driver
 with simulated_driver() as cuda:
     source, stream = Allocator(cuda), cuda.Stream()
@@ -578,11 +578,11 @@ with simulated_driver() as cuda:
         def pool(self): raise RuntimeError
         def replay(self): pass
     graph = Graph()
-    begun = auditing.began(graph, lambda: source)
+    begun = watching.began(graph, lambda: source)
     with stream.capture() as capture:
         stream.kernel("add", scratch.address)
-        read = auditing.ending(begun, stream)
-    auditing.ended(graph, read)
+        read = watching.ending(begun, stream)
+    watching.ended(graph, read)
     if sys.argv[1] == "dropped": scratch.free()
     if sys.argv[1] == "both gone": del graph; scratch.free()
     else: graph.replay()

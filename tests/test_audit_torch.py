@@ -15,7 +15,7 @@ import standin  # noqa: E402
 
 import arena  # noqa: E402
 import arena.torch  # noqa: E402
-from arena import auditing  # noqa: E402
+from arena import auditing, watching  # noqa: E402
 
 
 @pytest.fixture
@@ -37,7 +37,8 @@ def graphs(monkeypatch):
 @pytest.fixture
 def torch_memory(cuda, monkeypatch):
     planted = Allocator(cuda)
-    monkeypatch.setattr(auditing, "allocator", lambda: planted)
+    for each in (auditing, watching):
+        monkeypatch.setattr(each, "allocator", lambda: planted)
 
     def pool(self):
         if not self.template and not self.executable:
@@ -51,8 +52,8 @@ def torch_memory(cuda, monkeypatch):
 @pytest.fixture
 def mode(monkeypatch):
     """As ARENA_AUDIT sets it."""
-    there = auditing.Mode("warn", every=2)
-    monkeypatch.setattr(auditing, "mode", there)
+    there = watching.Mode("warn", every=2)
+    monkeypatch.setattr(watching, "mode", there)
     return there
 
 
@@ -198,7 +199,7 @@ def test_a_capture_that_breaks_breaks_as_without_an_audit(cuda, graphs, torch_me
 
 
 def test_without_a_mode_a_capture_is_not_looked_at(cuda, graphs, torch_memory, monkeypatch):
-    monkeypatch.setattr(auditing, "mode", auditing.Mode())
+    monkeypatch.setattr(watching, "mode", watching.Mode())
     before = cuda.calls("cuGraphGetNodes")
     graph = graphs.CUDAGraph()
     with capturing(graph, cuda.Stream()):
