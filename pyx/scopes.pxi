@@ -3,7 +3,8 @@
 # they end with the thread. Called with the GIL.
 
 
-cdef Py_ssize_t scopes_open = 0  # of all threads: while it is 0 the hot path never comes here
+cdef Py_ssize_t scopes_open = 0  # of all threads, and a watch: while it is 0 the hot path never comes here
+cdef object told = None          # what is told of each retention: see watch_retains()
 
 
 @cython.final
@@ -67,6 +68,17 @@ def suspend():
     return Scope.__new__(Scope)
 
 
+def watch_retains(tell):
+    """For debugging: `tell(owner, stream)` before each `retain`, which then goes the way of open scopes; None ends it.
+
+    `stream` is a handle, or None where there is no current stream. What `tell` raises, `retain` raises, and retains nothing.
+    Retentions from C are not told.
+    """
+    global told, scopes_open
+    scopes_open += (tell is not None) - (told is not None)
+    told = tell
+
+
 cdef list scopes_here(bint create):
     """The calling thread's open scopes, outermost first; None if it never had one."""
     cdef PyObject *state = PyThreadState_GetDict()
@@ -85,6 +97,8 @@ cdef bint retain_scoped(object owner, void *handle, int found) except -1:
     cdef owner_list *managed
     cdef list scopes = scopes_here(False)
     cdef Scope scope
+    if told is not None:
+        told(owner, <uint64_t>handle if found else None)
     if not scopes and managed_open and found and ask(handle, &capture, &graph):
         managed = list_of(capture)
         if managed != NULL and managed.scopes != NULL:
