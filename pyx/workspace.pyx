@@ -1062,7 +1062,7 @@ cdef str call_site():
     return "unknown"
 
 
-cdef list tensors_in(object resource):
+cpdef list tensors_in(object resource):
     """The tensors that a persistent resource is made of: itself, or what its containers and attributes hold."""
     found, seen, waiting = [], set(), [resource]
     while waiting and len(seen) < 10_000:
