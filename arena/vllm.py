@@ -94,6 +94,7 @@ def manager_over(before: Any, names: dict[str, Any]) -> type:
         before.__init__(self, *args, **kwargs)
         self.reuse_views = workspace.asked_for("ARENA_REUSE_VIEWS", None)
         self.strict = workspace.asked_for("ARENA_STRICT", None)
+        workspace.watch_if_asked(self)
 
     own_ids = set(before._get_workspace_id.__code__.co_names) == OWN_IDS
     body = {"__init__": __init__, "__doc__": before.__doc__, "__module__": __name__, "namespace": names, "own_ids": own_ids}

@@ -8,6 +8,7 @@ growth, locking and the module's functions. Any thread may call any of it. Needs
 
 from __future__ import annotations
 
+import importlib
 import logging
 import os
 import sys
@@ -55,6 +56,12 @@ dbo_current_ubatch_id: Callable[[], int] = _workspace.dbo_current_ubatch_id
 def asked_for(variable: str, choice: bool | None) -> bool:
     """An option: what the caller chose, else what the environment says."""
     return choice if choice is not None else os.environ.get(variable, "0") not in ("", "0")
+
+
+def watch_if_asked(manager: Any) -> None:
+    """A new manager is watched where the environment says so: see `arena.overlaps`, which imports this module."""
+    if "ARENA_WATCH" in os.environ or "ARENA_POISON" in os.environ:
+        importlib.import_module("arena.overlaps").from_environment(manager)
 
 
 class Reserving:
@@ -131,6 +138,7 @@ class Growing(Reserving):
         self._locked = False
         self.reuse_views = asked_for("ARENA_REUSE_VIEWS", reuse_views)
         self.strict = asked_for("ARENA_STRICT", strict)
+        watch_if_asked(self)
 
     @staticmethod
     def _workspace_size_bytes(workspace: torch.Tensor | None) -> int:
