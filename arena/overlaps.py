@@ -597,16 +597,24 @@ class Watch:
 def retained(owner: Any, stream: int | None) -> None:
     """Told of each `arena.retain()` while somebody watches."""
     try:
-        if hasattr(type(owner), "__cuda_owners__"):
-            owner = tuple(owner.__cuda_owners__())
-        tensors = _workspace.tensors_in(owner)
         capturing = stream is not None and _registry.capture_id(stream) is not None
+        if hasattr(type(owner), "__cuda_owners__"):
+            owner = tuple(owner.__cuda_owners__()) if capturing else ()  # it is promised to be asked only then
+        tensors = _workspace.tensors_in(owner)
     except Exception:
         return  # retain() itself says what is wrong
+    look(lambda watching: [each for tensor in tensors for each in watching.retained(tensor, capturing)])
+
+
+def look(at: Callable[[Watch], list[Overlap]]) -> None:
     for watching in list(_watches):
-        with _lock:
-            found = [each for tensor in tensors for each in watching.retained(tensor, capturing)]
-        watching.tell(found)
+        try:
+            with _lock:
+                found = at(watching)
+        except Exception:
+            log.warning("what is done with workspace views is not seen", exc_info=True)
+        else:
+            watching.tell(found)
 
 
 def used(*tensors: torch.Tensor) -> None:
@@ -616,10 +624,7 @@ def used(*tensors: torch.Tensor) -> None:
         OverlapError: One of them is a view whose bytes were handed out again, or that another stream uses with nothing to
             order the two; where a watch was asked to raise.
     """
-    for watching in list(_watches):
-        with _lock:
-            found = [each for tensor in tensors for each in watching.used(tensor)]
-        watching.tell(found)
+    look(lambda watching: [each for tensor in tensors for each in watching.used(tensor)])
 
 
 def watch(

@@ -224,27 +224,49 @@ class Declared:
 
 
 @pytest.mark.parametrize("owner", [lambda view: view, Binding, Declared], ids=["view", "binding", "declared"])
-def test_a_stale_view_that_is_retained_is_reported(manager, watched, found, owner):
+def test_a_stale_view_that_is_retained_is_reported(simulated, manager, watched, found, owner):
     def made():
         return manager.get_simultaneous(SPEC)[0]
 
-    first = made()
-    arena.retain(owner(first))
-    assert found == []  # it is valid yet
-    second = made()
-    arena.retain(owner(second))
-    assert found == []
+    def retains(view):
+        return arena.retain(owner(view))
 
-    def retains():
-        arena.retain(owner(first))
-
-    retains()
+    with simulated.Stream().capture() as capture:
+        first = made()
+        assert retains(first)
+        second = made()
+        assert retains(second)
+        assert found == []  # each in time
+        assert retains(first)
     (overlap,) = found
     assert overlap.kind == "retained"
     assert site(":made")(overlap.earlier.site)
     assert site(":made")(overlap.later.site)
     assert site(":retains")(overlap.site)
     assert f"was retained at {overlap.site}" in str(overlap)
+    capture.graph.destroy()
+
+
+def test_a_stale_view_is_not_fit_to_be_retained_outside_captures_either(manager, watched, found):
+    first = manager.get_simultaneous(SPEC)[0]
+    arena.retain(Binding(first))
+    assert found == []
+    second = manager.get_simultaneous(SPEC)[0]
+    arena.retain(Binding(first))
+    assert [each.kind for each in found] == ["retained"]
+    assert second is not None
+
+
+def test_owners_are_asked_what_stands_for_them_no_more_often_than_promised(manager, watched):
+    asked = []
+
+    class Asked:
+        def __cuda_owners__(self):
+            asked.append(1)
+            return ()
+
+    arena.retain(Asked())
+    assert asked == []
 
 
 def test_a_stale_view_that_is_used_is_reported(manager, watched, found):
@@ -633,6 +655,14 @@ def test_a_watch_that_cannot_go_on_says_so_and_ends(manager, caplog):
         manager.get_simultaneous(SPEC)
     assert ["not watched any more" in each.message for each in caplog.records] == [True]
     assert "no streams today" in caplog.text
+
+
+def test_a_use_that_cannot_be_looked_at_fails_nobody(manager, streams, watched, found, monkeypatch, caplog):
+    view = manager.get_simultaneous(SPEC)[0]
+    monkeypatch.setattr(watched, "current_stream", lambda device: 1 // 0)
+    overlaps.used(view)
+    assert "is not seen" in caplog.text
+    assert found == []
 
 
 def test_threads_share_one_watch(watched, manager, streams, found):
