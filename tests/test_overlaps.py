@@ -293,6 +293,7 @@ def test_asked_to_raise_the_request_fails_and_hands_out_nothing(manager):
             overlaps.used(kept)
         assert len(watching.found) == 3
         arena.retain(again)
+        manager.get_simultaneous(SPEC)  # each view once
 
 
 def test_warnings_come_once_for_each_pair_of_call_sites(manager):
@@ -385,6 +386,7 @@ NOT_ORDERINGS = {
     "recorded, but nobody waits": lambda one, two: recorded(one),
     "still busy": lambda one, two: one.query(),
     "the other is synchronized": lambda one, two: two.synchronize(),
+    "an event of another stream": lambda one, two: recorded(Stream("other")).wait(two),
     "somebody else waits": lambda one, two: Stream("other").wait_stream(one),
 }
 
