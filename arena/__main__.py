@@ -50,6 +50,7 @@ def doctor() -> int:
     line("torch", version_of("torch"))
     line("cuda-bindings", version_of("cuda-bindings"))
     line("cuda-core", version_of("cuda-core"))
+    line("b12x", version_of("b12x"))
     try:
         version = _registry.driver_version()
     except arena.DriverError as error:

@@ -421,7 +421,8 @@ def public_calls(b12x):
 
 # Public and taking a plan or a binding, but launching nothing themselves, or only by calls that are registered.
 LAUNCH_NOTHING = {
-    ("moe.fused_moe", "route"), ("moe.fused_moe", "run_sparse"), ("moe.fused_moe", "run"), ("moe.ep_moe", "run"),
+    ("moe.fused_moe", "prepare_weights"), ("moe.fused_moe", "route"), ("moe.fused_moe", "run_sparse"),
+    ("moe.fused_moe", "run"), ("moe.ep_moe", "run"),
     ("attention.paged", "compile"), ("attention.dense_mla", "compile"), ("attention.dsa_indexer", "scratch_specs"),
     ("gemm.blockscaled", "workspace_size"), ("quantization.nvfp4", "allocate_outputs"), ("moe.fused_moe", "required_nbytes"),
     ("sequence.ple_embedding", "allocate_storage"), ("attention.qsa", "draft_selection_plan"),
@@ -679,7 +680,9 @@ assert [each is scratch.untyped_storage() for each in owners] == [True]
 def test_all_of_this_holds_for(version):
     wheel.tree(version)  # skips where it cannot be fetched
     files = [str(Path(__file__).parent / name) for name in ("test_b12x.py", "test_capture_resources.py")]
-    command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", *files]
+    # Not what opens processes of its own: that is the same for every version.
+    what = "not compiled and not later and not flashinfer and not without_any"
+    command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", "-k", what, *files]
     environment = {**os.environ, "ARENA_TEST_B12X": version}
     run = subprocess.run(command, capture_output=True, text=True, timeout=110, env=environment)
     assert run.returncode == 0, run.stdout[-3000:]
