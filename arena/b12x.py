@@ -31,9 +31,9 @@ __all__ = ["install", "installed", "owners", "uninstall"]
 
 log = logging.getLogger("arena")
 
-# A call's owners are what it is given under one of these names. The first three hold the plan and the scratch they run with.
+# A call's owners are what it is given under one of these names. The first two hold the plan and the scratch they run with.
 HOLDERS = ("self", "binding", "bindings", "plan", "scratch", "workspace")
-WHOLE = HOLDERS[:3]
+WHOLE = HOLDERS[:2]
 
 
 # ---- what a binding must keep ----
@@ -187,26 +187,36 @@ def is_plan(value: object) -> bool:
 
 def registering(call: Callable[..., Any]) -> Callable[..., Any]:
     """`call`, with what it was given retained first: what cannot be retained must not be captured."""
-    names = list(inspect.signature(call).parameters)
-    holders = [(each, names.index(each)) for each in HOLDERS if each in names]
+    given = inspect.signature(call).parameters
+    places = {name: index for index, (name, each) in enumerate(given.items()) if each.kind is each.POSITIONAL_OR_KEYWORD}
+    holders = [(name, places.get(name, sys.maxsize)) for name in HOLDERS if name in given]
     if not holders:
         return call
+    first, place = holders[0]
 
     @functools.wraps(call)
     def run(*args: Any, **kwargs: Any) -> Any:
-        if tracing():
-            return call(*args, **kwargs)
-        for name, place in holders:
-            holder = kwargs[name] if name in kwargs else args[place] if place < len(args) else None
-            if holder is None:
-                continue
-            for each in holder if name == "bindings" else (holder,):
-                retain(each)
-            if name in WHOLE:
-                break
+        holder = args[place] if place < len(args) else kwargs.get(first)
+        if holder is not None and first in WHOLE:
+            if not tracing():
+                retain(holder)
+        elif not tracing():
+            retain_given(holders, args, kwargs)
         return call(*args, **kwargs)
 
     return run
+
+
+def retain_given(holders: list[tuple[str, int]], args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """Retains what a call was given: its bindings, or else its plan, scratch and workspace."""
+    for name, place in holders:
+        given = args[place] if place < len(args) else kwargs.get(name)
+        if given is None:
+            continue
+        for each in given if name == "bindings" else (given,):
+            retain(each)
+        if name in WHOLE or name == "bindings":
+            return
 
 
 def registering_plan(call: Callable[[int], Any]) -> Callable[[int], Any]:

@@ -312,6 +312,27 @@ def cost_of_retention(stack, count, pairs):
     return statistics.median(shares), middle, 1.2533 * 1.4826 * spread / len(ratios) ** 0.5
 
 
+def capture_resources(stack, count):
+    """Whether a capture of two bindings retains the bytes of pre's scratch, then those of post_pre's; and an eager run none."""
+    import arena
+
+    scratches = stack.scratches(count)[:2]
+    layers, stack.weights = stack.weights, stack.weights[:2]
+    try:
+        before = arena.stats().retained
+        stack.run(count, scratches)
+        eager = arena.stats().retained - before
+        with arena.collect() as owners:
+            graph, _ = stack.capture(count, scratches)
+    finally:
+        stack.weights = layers
+    storages = [each for each in owners if isinstance(each, torch.UntypedStorage)]
+    expected = [each.untyped_storage() for each in scratches]
+    in_order = len(storages) == 2 and all(a is b for a, b in zip(storages, expected, strict=True))
+    del graph
+    return in_order and all(each.dtype is torch.uint8 for each in scratches) and eager == 0
+
+
 def hyperconnection(stack):
     """Two of its ops, one by plan and one by binding, captured and replayed: (replay equal to eager, plans that are owners)."""
     from b12x.norm import hyperconnection as ops
@@ -397,6 +418,8 @@ def measure(tokens, layers, least, most, seconds, pairs):
     changed = overwritten(others)
     row("tensors of others overwritten", "0", f"{changed} of {len(others)}", changed == 0)
 
+    good = capture_resources(stack, middle)
+    row("scratch in the order pre, post_pre; eager none", "yes", "yes" if good else "no", good)
     equal, held = hyperconnection(stack)
     row("hyperconnection, replay equal to eager", "yes", "yes" if equal else "no", equal)
     row("its plans retained, by plan and by binding", "2", str(held), held == 2)
