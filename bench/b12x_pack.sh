@@ -14,5 +14,6 @@ python3 -m pip download -q --no-deps --only-binary=:all: --python-version 3.12 -
 mkdir -p "$work/site" .b12x
 for wheel in "$work"/wheels/*.whl; do python3 -m zipfile -e "$wheel" "$work/site"; done
 rm -rf "$work"/site/nvidia_cutlass_dsl/cu13/lib/stubs # for linking only
-tar -C "$work/site" -c . | xz -T1 --lzma2=preset=9e,dict=192MiB > .b12x/site.tar.xz
+tar -C "$work/site" -c . | xz -T1 --lzma2=preset=9e,dict=192MiB > "$work/site.tar.xz"
+mv "$work/site.tar.xz" .b12x/site.tar.xz
 ls -l .b12x/site.tar.xz
