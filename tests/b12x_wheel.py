@@ -4,11 +4,13 @@ and every family's bindings can be built on the CPU. One version per process (AR
 
 import contextlib
 import dataclasses
+import functools
 import importlib
 import importlib.abc
 import importlib.machinery
 import importlib.metadata
 import os
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -26,22 +28,34 @@ TOKENS, HIDDEN = 8, 4096
 RECIPE = {"rms_eps": 1e-6, "hc_eps": 1e-6, "sinkhorn_iters": 20}
 
 
+FOLDER = Path(tempfile.gettempdir()) / f"arena-test-b12x-{os.getuid()}"
+
+
 def tree(version):
-    """The folder with that version's package and metadata. Fetched once per machine; skips the test where that fails."""
-    folder = Path(tempfile.gettempdir()) / f"arena-test-b12x-{os.getuid()}"
-    if not (folder / version / "b12x").is_dir():
-        with tempfile.TemporaryDirectory() as temporary:
-            pip = [sys.executable, "-m", "pip", "download", "-q", "--no-deps", "--disable-pip-version-check"]
-            try:
-                subprocess.run([*pip, "-d", temporary, f"b12x=={version}"], check=True, capture_output=True, timeout=60)
-            except (subprocess.SubprocessError, OSError) as error:
-                pytest.skip(f"b12x {version} is not here and cannot be fetched: {error}")
-            with zipfile.ZipFile(next(Path(temporary).glob("*.whl"))) as wheel:
-                wheel.extractall(Path(temporary) / version)
-            folder.mkdir(exist_ok=True)
-            with contextlib.suppress(OSError):  # another process was faster
-                (Path(temporary) / version).rename(folder / version)
-    return folder / version
+    """The folder with that version's package and metadata; skips the test where it is not here and cannot be fetched."""
+    why = fetch(version)
+    if why:
+        pytest.skip(f"b12x {version} is not here and cannot be fetched: {why}")
+    return FOLDER / version
+
+
+@functools.cache
+def fetch(version):
+    """Fetches that wheel once per machine, and unpacks it. Why that was not possible, or an empty string."""
+    if (FOLDER / version / "b12x").is_dir():
+        return ""
+    pip = [sys.executable, "-m", "pip", "download", "-q", "--no-deps", "--disable-pip-version-check", "--retries", "1"]
+    with tempfile.TemporaryDirectory() as temporary:
+        try:
+            subprocess.run([*pip, "-d", temporary, f"b12x=={version}"], check=True, capture_output=True, timeout=60)
+        except (subprocess.SubprocessError, OSError) as error:
+            return str(error)
+        with zipfile.ZipFile(next(Path(temporary).glob("*.whl"))) as wheel:
+            wheel.extractall(Path(temporary) / version)
+        FOLDER.mkdir(exist_ok=True)
+        with contextlib.suppress(OSError):  # another process was faster
+            shutil.move(Path(temporary) / version, FOLDER / version)
+    return ""
 
 
 def opened():
