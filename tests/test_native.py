@@ -97,7 +97,7 @@ def test_a_forked_child_has_to_make_the_lock_anew(tmp_path, reset):
     assert ended.returncode == (0 if reset else signal.SIGALRM)
 
 
-CORE = ["test_retain.py", "test_scopes.py", "test_reclaim.py", "test_managed.py", "test_oplib.py"]
+CORE = ["test_retain.py", "test_scopes.py", "test_reclaim.py", "test_managed.py"]
 
 
 @pytest.mark.slow
