@@ -77,10 +77,10 @@ class Nothing:
 
 
 class TorchAllocator:
-    """torch's caching allocator. Its history is taken over as it is read, so that no reading costs more than what is new."""
+    """torch's caching allocator. Its history is taken over as it is read, so that no reading costs more than what is new. It
+    comes with all segments: torch 2.11 does not survive being asked for those of a pool that is not there."""
 
     ACTIONS = {"free_requested": "free", "segment_free": "unmap", "segment_unmap": "unmap", "alloc": "alloc"}
-    NO_POOL = (1 << 62, 1 << 62)  # a snapshot of a pool that is not there: the history alone
 
     def __init__(self, torch: Any) -> None:
         self.torch = torch
@@ -149,7 +149,7 @@ class TorchAllocator:
     def read(self) -> tuple[list[Event], bool]:
         """torch's history, in order, and whether it overflowed."""
         found, full = [], False
-        for trace in self.snapshot(self.NO_POOL, True)["device_traces"]:
+        for trace in self.snapshot(SHARED_POOL, True)["device_traces"]:
             full = full or len(trace) >= HISTORY
             for each in trace:
                 action = self.ACTIONS.get(each["action"])

@@ -112,7 +112,6 @@ class Order:
     def __init__(self) -> None:
         self.clocks: dict[Hashable, Clock] = {}
         self.done: Clock = {}
-        self.events: weakref.WeakKeyDictionary[Any, Clock] = weakref.WeakKeyDictionary()
 
     def next(self, stream: Any) -> int:
         """The number of a new use on that stream."""
@@ -129,12 +128,13 @@ class Order:
 
     def at(self, event: Any) -> Clock:
         """What comes before the event. One whose record we did not see is taken to come behind everything: no false alarm."""
-        known = self.events.get(event) if type(event) is not torch.Event else None
-        return known if known is not None else self.everything()
+        order, clock = getattr(event, "_arena_behind", (None, {}))
+        return clock if order is self else self.everything()
 
     def recorded(self, event: Any, clock: Clock) -> None:
         if type(event) is not torch.Event:  # its own record() cannot be seen: the next one would be missed
-            self.events[event] = clock
+            # On the event itself: weak references to torch's events are not cleared when these die (seen with 2.11).
+            event._arena_behind = self, clock
 
     def waits(self, stream: Any, behind: Clock) -> None:
         advance(self.clocks.setdefault(key_of(stream), {}), behind)
