@@ -550,6 +550,22 @@ def test_an_allocation_context_that_fails_leaves_the_slot_what_it_was(manager):
     assert grow(manager, 16 * KB).numel() == 16 * KB
 
 
+def test_the_fresh_block_after_a_failed_growth_is_from_the_callers_context_too(monkeypatch):
+    entered = []
+
+    @contextmanager
+    def pool():
+        entered.append(1)
+        yield
+
+    manager = WorkspaceManager(CPU, alloc_context=pool)
+    grow(manager, 8 * KB)
+    with memory_ends(monkeypatch, 8 * KB), pytest.raises(OutOfMemory):
+        grow(manager, 16 * KB)
+    assert size_of(manager) == 8 * KB
+    assert len(entered) == 3  # made, not grown, made again
+
+
 def test_when_even_the_old_size_is_gone_the_slot_is_empty_and_says_so(monkeypatch, manager, caplog):
     grow(manager, 8 * KB)
     with memory_ends(monkeypatch, 0), pytest.raises(OutOfMemory):

