@@ -177,7 +177,7 @@ cdef class Block:
         return f"<workspace block of {self.nbytes} bytes at {self.base.data_ptr():#x}>"
 
     cdef int retain_for(self, uint64_t capture, void *stream, bint begins) except -1:
-        """Once per capture: `begins` says that this one has just begun, though an earlier one into the same graph had its id."""
+        """Once per capture; `begins`: it has just begun, though an earlier one into the same graph had its id."""
         cdef int i
         for i in range(8):
             if self.captures[i] == capture:
@@ -615,7 +615,7 @@ cdef class Requests:
             return None
         if known.marks != NULL and not marks_hold(known):  # somebody changed the tensor that we had given out
             if not known.shared:
-                raise AssertionError("broken invariant: a view that nobody was given has changed")
+                raise AssertionError("a kept view has changed that nobody was given: was the block itself resized?")
             return None
         served = same(<tuple>known.tensors) if known.shared else fresh(<tuple>known.tensors)
         if self.asks:
