@@ -54,8 +54,10 @@ class Allocator(Protocol):
     def blocks(self) -> list[Block]: ...
     def freed(self) -> int:
         """How many blocks were ever freed: while that stays the same, nothing was."""
+
     def watch(self) -> None:
         """Begins to remember events."""
+
     def events(self, since: int) -> tuple[list[Event], bool]:
         """Those from `since` on, and whether they are all."""
 

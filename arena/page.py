@@ -48,7 +48,6 @@ HEAD = """<!doctype html>
 """
 
 
-
 def render(report: Report) -> str:
     """The whole page."""
     inside = sum(each.inside for each in report.graphs)

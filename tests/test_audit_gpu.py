@@ -33,6 +33,7 @@ def quiet():
     yield
     gc.collect()
     torch.cuda.synchronize()
+    torch.cuda.memory._record_memory_history(enabled=None)  # or all later tests of this process are recorded, too
 
 
 def captured(body, *, audit="warn", warm=True, **options):

@@ -82,8 +82,7 @@ def test_the_header_compiles_without_a_warning_and_is_imported_once_for_a_whole_
     done = subprocess.run(command, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     run = run_python(
-        f"import ctypes; both = ctypes.PyDLL({str(tmp_path / 'both.so')!r}); "
-        "print(both.second(), both.first(), both.second())",
+        f"import ctypes; both = ctypes.PyDLL({str(tmp_path / 'both.so')!r}); print(both.second(), both.first(), both.second())",
         timeout=20,
     )
     assert run.stdout.split() == ["0", "0", "1"], run.stderr

@@ -92,9 +92,7 @@ def found():
 
 @pytest.fixture
 def streams(monkeypatch):
-    monkeypatch.setattr(
-        overlaps, "PATCHED", [*overlaps.PATCHED, (Event, overlaps.EVENT), (Stream, overlaps.STREAM)]
-    )
+    monkeypatch.setattr(overlaps, "PATCHED", [*overlaps.PATCHED, (Event, overlaps.EVENT), (Stream, overlaps.STREAM)])
     return Streams()
 
 
