@@ -249,7 +249,10 @@ PLAIN: tuple[type, ...] = (str, bytes, int, float, complex, type(None), type, ty
 def _own(thing: Any) -> tuple[int, int] | None:
     """The one range that is a tensor's, a storage's or an array's; None: it is none of these."""
     torch = sys.modules.get("torch")
+    workspace = sys.modules.get("arena._workspace")
     try:
+        if workspace is not None and isinstance(thing, workspace.Block):
+            thing = thing.storage
         if torch is not None:
             if isinstance(thing, torch.Tensor):
                 thing = thing.untyped_storage()

@@ -204,8 +204,41 @@ class Owner:
         return f"{self.address:#x}: {self.by}"
 
 
-workspaces: list[Callable[[], Iterable[SlotReport]]] = []
-"""What tells of workspace slots: the workspace puts a function here that makes a `SlotReport` of each."""
+def _slots() -> Iterable[SlotReport]:
+    """Of the managers of `arena.workspace` and of its vLLM plugin, if there are any."""
+    loaded = sys.modules.get("arena._workspace")
+    if loaded is None:
+        return
+    storages = sys.modules["torch"].UntypedStorage
+    holders: dict[int, list[str]] = {}
+    for capture, _, _, _, owners, _, _ in _registry.lists():
+        for owner in owners:
+            if isinstance(owner, loaded.Block):
+                holders.setdefault(id(owner), []).append(_name(capture))
+    for manager in list(loaded.managers):
+        for place, slot in enumerate(manager._current_workspaces.parts):
+            if slot.current is None and slot.high is None:
+                continue
+            ubatch, lane = divmod(place, manager._num_lanes)
+            asked, specs, site = slot.high or (0, (), "")
+            shapes = " + ".join(f"{list(shape)} {str(dtype).removeprefix('torch.')}" for shape, dtype in specs)
+            retired = []
+            for reference, _, nbytes, _ in slot.retired:
+                alive = storages._new_with_weak_ptr(reference.cdata)
+                if alive is not None:
+                    retired.append((alive.data_ptr(), nbytes))
+            yield SlotReport(
+                f"ubatch {ubatch}, lane {lane}",
+                slot.current.nbytes if slot.current is not None else 0,
+                asked,
+                f"{site}: {shapes}" if site else "",
+                holders.get(id(slot.current), []),
+                retired,
+            )
+
+
+workspaces: list[Callable[[], Iterable[SlotReport]]] = [_slots]
+"""What tells of workspace slots: functions that make a `SlotReport` of each. Others than `arena.workspace` may add theirs."""
 
 
 # ---- what is known of a list, kept ----

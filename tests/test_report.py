@@ -1,5 +1,6 @@
 """What `arena.report()` and `arena.owner_of()` say, on the simulated driver and planted memory."""
 
+import gc
 import json
 import re
 import subprocess
@@ -166,6 +167,33 @@ def test_retired_blocks_are_told_with_the_graph_that_keeps_them_and_with_their_s
     assert {each.name: each.retired for each in told.graphs} == {"old": 48 << 20, "new": 0}
     assert told.slot_rows()[1] == ("ubatch 0, lane 0", "64 MiB", "61 MiB", "moe.py:412", "decode", "48 MiB")
     assert "a retired block of workspace slot ubatch 0, lane 0" in arena.owner_of(workspace.address + 7).by
+
+
+def test_slots_of_the_workspace_are_told_with_who_asked_for_most_and_what_is_retired(cuda, stream, monkeypatch):
+    torch = pytest.importorskip("torch")
+    from arena.workspace import WorkspaceManager, use_workspace_lane
+
+    manager = WorkspaceManager(torch.device("cpu"), 1, 2)
+    with use_workspace_lane(1):
+        view = manager.get_simultaneous(((1000,), torch.uint8))[0]
+        with stream.capture():
+            arena.retain(manager._current_workspaces.parts[1].current, stream)
+        old = view.data_ptr()
+        manager.get_simultaneous(((4, 512), torch.float32), ((3,), torch.bfloat16))
+        manager.get_simultaneous(((8,), torch.uint8))
+    [slot] = [each for each in arena.report().slots if each.name == "ubatch 0, lane 1"]
+    assert (slot.bytes, slot.high_water, slot.retired, slot.holders) == (8448, 8448, [(old, 1024)], [])
+    assert slot.set_by.startswith("test_report.py:")
+    assert slot.set_by.endswith(": [4, 512] float32 + [3] bfloat16")
+    assert "a retired block of workspace slot ubatch 0, lane 1" in arena.owner_of(old + 7).by
+    with stream.capture():
+        arena.retain(manager._current_workspaces.parts[1].current, stream)
+    [slot] = [each for each in arena.report().slots if each.name == "ubatch 0, lane 1"]
+    assert len(slot.holders) == 1
+    assert sum(each.outside for each in arena.report().graphs) == 1024 + 8448
+    del manager
+    gc.collect()
+    assert not [each for each in arena.report().slots if each.name == "ubatch 0, lane 1"]
 
 
 # ---- whose is it ----
