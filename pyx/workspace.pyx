@@ -718,10 +718,10 @@ cdef class Requests:
         before = slot.block.nbytes if slot.block is not None else 0
         what = f"the workspace would grow from {before} to {total} bytes for '{call_site()}'"
         if current_capture(&stream, &capture):
-            raise RuntimeError(f"strict workspace: {what} inside capture {capture}; size it before")
+            raise RuntimeError(f"strict workspace: {what} inside {named(capture)}; size it before")
         if block is not None and Py_REFCNT(block) > 2:  # more than the slot and this function: a graph's list
-            graphs = sorted([block.captures[i] for i in range(8) if block.captures[i]])
-            raise RuntimeError(f"strict workspace: {what}, but the graphs of captures {graphs} use its block")
+            graphs = " and ".join([named(each) for each in sorted([block.captures[i] for i in range(8) if block.captures[i]])])
+            raise RuntimeError(f"strict workspace: {what}, but a graph of {graphs} uses its block")
         return 0
 
     cdef int cover(self, Block block) except -1:
@@ -1050,6 +1050,14 @@ cdef inline Py_ssize_t context_int(PyObject *var) except? -2:
     number = -1 if value == <PyObject *>None else PyLong_AsSsize_t(<object>value)
     Py_DECREF(<object>value)
     return number
+
+
+cdef str named(uint64_t capture):
+    """A capture by its id, and by its name or where it began if that is known."""
+    from arena import captures
+
+    noted = captures.of(capture)
+    return f"capture {capture}" if noted is None else f"capture {capture} ({noted.name})"
 
 
 cdef str call_site():

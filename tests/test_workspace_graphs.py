@@ -4,6 +4,7 @@ that knows nothing of graphs does. The same on a real GPU is in test_workspace_g
 
 import gc
 import inspect
+import re
 import itertools
 import math
 import threading
@@ -671,9 +672,11 @@ def test_strict_refuses_to_grow_inside_a_capture(cuda, managed):
         with pytest.raises(RuntimeError) as seen:
             grow(manager, 8 * KB)
         line = inspect.getsourcelines(grow)[1] + 1
-        assert str(seen.value) == (
+        where = r"tests/test_workspace_graphs\.py:\d+ \(\w+\)"  # the capture's name: where it began
+        assert re.fullmatch(
             f"strict workspace: the workspace would grow from 4096 to 8192 bytes for 'test_workspace_graphs.py:{line}:grow' "
-            f"inside capture {open_.id}; size it before"
+            rf"inside capture {open_.id} \({where} #{open_.id}\); size it before",
+            str(seen.value),
         )
         assert block_of(manager).numel() == 4 * KB
     open_.graph.drop()
