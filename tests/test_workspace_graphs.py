@@ -4,9 +4,9 @@ that knows nothing of graphs does. The same on a real GPU is in test_workspace_g
 
 import gc
 import inspect
-import re
 import itertools
 import math
+import re
 import threading
 import weakref
 from contextlib import contextmanager, nullcontext
