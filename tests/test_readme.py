@@ -1,5 +1,6 @@
 """The README's code runs as it stands, and its commands are the ones that are tested."""
 
+import importlib
 import re
 import types
 import weakref
@@ -66,6 +67,15 @@ def test_the_install_example_runs():
     arena.torch.uninstall()
 
 
+def test_the_workspace_example_runs():
+    torch = pytest.importorskip("torch")
+    names = {}
+    exec(example("init_workspace_manager("), names)
+    assert names["hidden"].shape == (128, 512)
+    assert names["gate"].dtype == torch.float32
+    importlib.import_module("arena.workspace").reset_workspace_manager()
+
+
 class Scratch:
     """Something that owns memory."""
 
@@ -123,7 +133,7 @@ def test_the_commands_for_the_compiler_name_the_folder_of_the_header():
 
 
 def test_every_python_example_is_run_here():
-    assert len(PYTHON) == 6
+    assert len(PYTHON) == 7
 
 
 def test_files_that_the_readme_names_exist():
