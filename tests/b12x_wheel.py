@@ -58,17 +58,27 @@ def fetch(version):
     return ""
 
 
+@contextlib.contextmanager
 def opened():
-    """The package, importable in this process from now on: the installed one if it is that version, else its wheel."""
+    """The package, importable in this process: the installed one if it is that version, else its wheel. What stands for its
+    compilers is gone afterwards: others of this process ask whether these are there."""
     try:
         there = importlib.metadata.version("b12x") == VERSION
     except importlib.metadata.PackageNotFoundError:
         there = False
-    if not there:
-        sys.path.insert(0, str(tree(VERSION)))
-    if not any(isinstance(each, StubFinder) for each in sys.meta_path):
-        sys.meta_path.append(StubFinder())
-    return importlib.import_module("b12x")
+    if not there and (folder := str(tree(VERSION))) not in sys.path:
+        sys.path.insert(0, folder)
+    finder = StubFinder()
+    sys.meta_path.append(finder)
+    try:
+        yield importlib.import_module("b12x")
+    finally:
+        sys.meta_path.remove(finder)
+        for name in [name for name, module in sys.modules.items() if isinstance(module, StubModule)]:
+            del sys.modules[name]
+        for asked in vars(importlib.import_module("torch.utils._triton")).values():
+            if hasattr(asked, "cache_clear"):
+                asked.cache_clear()
 
 
 # ---- compilers that are not here ----
@@ -93,6 +103,12 @@ class StubType(type):
 
     def __getitem__(cls, item):
         return cls
+
+    def __iter__(cls):
+        return iter(())
+
+    def __contains__(cls, item):
+        return False
 
     __or__ = __ror__ = __mul__ = __rmul__ = __add__ = __sub__ = __getitem__
     __lt__ = __gt__ = __le__ = __ge__ = lambda cls, other: False

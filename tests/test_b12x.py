@@ -37,7 +37,8 @@ prepared = pytest.mark.skipif(not wheel.PREPARED, reason="sessions prepare plans
 
 @pytest.fixture(autouse=True, scope="module")
 def b12x():
-    return wheel.opened()
+    with wheel.opened() as package:
+        yield package
 
 
 @pytest.fixture

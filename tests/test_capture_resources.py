@@ -15,10 +15,15 @@ import b12x_wheel as wheel  # noqa: E402
 import arena.b12x  # noqa: E402
 
 
+@pytest.fixture(autouse=True, scope="module")
+def b12x():
+    with wheel.opened() as package:
+        yield package
+
+
 @pytest.fixture(autouse=True)
-def registered(simulated, monkeypatch):
+def registered(simulated, b12x, monkeypatch):
     """B12X's calls are registered, and launch one kernel on the current stream."""
-    wheel.opened()
     arena.b12x.install()
     stream = simulated.Stream()
     with wheel.launches(monkeypatch, lambda binding: stream.kernel()):
