@@ -444,9 +444,11 @@ class _Owners:
     def __init__(self, capture: int | None) -> None:
         self.owners: tuple[Any, ...] = ()
         self.born: Any = None
-        for number, _, _, _, owners, _, birth in _registry.lists() if capture is not None else ():
+        self._began = ""  # what was done where it was born
+        for number, _, managed, _, owners, _, birth in _registry.lists() if capture is not None else ():
             if number == capture:
                 self.owners, self.born = owners, birth
+                self._began = "captured" if managed else "retained"
         self._ranges: list[tuple[int, int, int]] | None = None
 
     def holding(self, address: int, size: int) -> tuple[int, int, str] | None:
@@ -457,7 +459,7 @@ class _Owners:
         number = bisect_left(self._ranges, (address,))
         for start, at, bytes in self._ranges[max(number - 1, 0) : number + 1]:
             if start < address + size and address < start + bytes:
-                where = f", retained at {self.born[1]}:{self.born[2]}" if self.born else ""
+                where = f", {self._began} at {self.born[1]}:{self.born[2]}" if self.born else ""
                 return at, start, f"owner {at}, {name_of(self.owners[at])}{where}"
         return None
 

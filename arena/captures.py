@@ -1,10 +1,11 @@
-"""What is known of each capture beyond its owners: a name, where it was begun, its memory pool. arena.torch notes the captures
-that it sees begin; of all others the registry knows where they retained first. Read by audits and reports. With the GIL."""
+"""What is known of each capture beyond its owners: a name, where it was begun, its memory pool. The registry knows where each
+began, and the pool while owners live; what is kept here beside that are the names that were given, and what audits saw. Read by
+audits and reports. With the GIL."""
 
 from __future__ import annotations
 
-import sys
-from dataclasses import dataclass
+import contextlib
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -12,8 +13,6 @@ from arena import _registry
 from arena.memory import now
 
 MOST = 65_536  # captures that are remembered
-
-OURS = str(Path(__file__).parent)
 
 
 @dataclass(slots=True)
@@ -27,22 +26,32 @@ class Noted:
     pool: tuple[int, int] | None = None
 
 
-_noted: dict[int, Noted] = {}
+_noted: dict[int, Noted] = {}  # of the named and the audited
 
 
 def note(capture: int, graph: Any = None, name: str | None = None) -> None:
     """A capture has begun."""
-    name = name or getattr(graph, "_arena_name", None) or f"{_call_site()} #{capture}"
-    if len(_noted) >= MOST:
-        for old in list(_noted)[: MOST // 2]:
-            del _noted[old]
-    _noted[capture] = Noted(name, now(), pool_of(graph))
+    name = name or getattr(graph, "_arena_name", None)
+    if name:
+        birth = _registry.born(capture)
+        _remember(capture, Noted(name, int(birth[0] * 1e6) if birth else now(), pool_of(graph)))
+    else:
+        _noted.pop(capture, None)  # of an earlier capture into the same graph
+
+
+def keep(capture: int) -> None:
+    """What is known now stays known when the owners are gone: of a capture that is audited, and may have none."""
+    known = of(capture)
+    if known is not None:
+        _remember(capture, known)
 
 
 def ended(capture: int, graph: Any) -> None:
-    """A noted capture has ended: torch names a graph's pool only now."""
-    if capture in _noted:
-        _noted[capture].pool = pool_of(graph)
+    """A capture has ended: torch names a graph's pool only now."""
+    pool = pool_of(graph)
+    if pool is not None:
+        with contextlib.suppress(TypeError, OverflowError):  # not torch's kind of id
+            _registry.set_pool(capture, pool)
 
 
 def pool_of(graph: Any) -> tuple[int, int] | None:
@@ -58,26 +67,22 @@ def of(capture: int | None) -> Noted | None:
     """What is known of a capture, from its begin or from its first owner."""
     if capture is None:
         return None
-    if capture not in _noted:
-        birth = _registry.born(capture)
-        if birth is None:
-            return None
-        seconds, file, line, function = birth
-        return Noted(f"{_short(file)}:{line} ({function}) #{capture}", int(seconds * 1e6))
-    return _noted[capture]
+    pool = _registry.pool_of(capture)
+    noted = _noted.get(capture)
+    if noted is not None:
+        return replace(noted, pool=pool or noted.pool)
+    birth = _registry.born(capture)
+    if birth is None:
+        return None
+    seconds, file, line, function = birth
+    return Noted(f"{_short(file)}:{line} ({function}) #{capture}", int(seconds * 1e6), pool)
 
 
-def _call_site() -> str:
-    """The innermost frame that is neither ours nor torch's."""
-    frame = sys._getframe(1)
-    torch = getattr(sys.modules.get("torch"), "__file__", None)
-    inner = (OURS, str(Path(torch).parent)) if torch else (OURS,)
-    skipped = ("contextlib.py",)
-    while frame.f_back is not None and (
-        frame.f_code.co_filename.startswith(inner) or frame.f_code.co_filename.endswith(skipped)
-    ):
-        frame = frame.f_back
-    return f"{_short(frame.f_code.co_filename)}:{frame.f_lineno} ({frame.f_code.co_name})"
+def _remember(capture: int, known: Noted) -> None:
+    if len(_noted) >= MOST:
+        for old in list(_noted)[: MOST // 2]:
+            del _noted[old]
+    _noted[capture] = known
 
 
 def _short(file: str) -> str:

@@ -42,12 +42,23 @@ def capture_begin(self: Any, original: Original, *args: Any, **kwargs: Any) -> N
     # A pool with live blocks cannot be captured into again: what is dead goes first.
     if _registry.pending():
         _registry.reclaim()
-    self._arena_audit_begun = watching.began(self)
+    begun = watching.began(self)
+    taken(self, "_arena_audit_begun")  # of a capture that failed
+    if begun is not None:
+        self._arena_audit_begun = begun
     original(self, *args, **kwargs)
     before, self._arena_capture = self._arena_capture, None
     if before is not None:
         before.drop()
     self._arena_capture = managed_here(self)
+
+
+def taken(self: Any, name: str) -> Any:
+    """An attribute, taken off; None if there is none. Asking for the `__dict__` would have Python make one for each graph."""
+    value = getattr(self, name, None)
+    if value is not None:
+        delattr(self, name)
+    return value
 
 
 def managed_here(graph: Any = None) -> _registry.ManagedCapture | None:
@@ -65,7 +76,7 @@ def managed_here(graph: Any = None) -> _registry.ManagedCapture | None:
 def capture_end(self: Any, original: Original) -> None:
     """Also torch 2.14's capture_end_pre(), after which it instantiates."""
     held = self._arena_capture
-    read = watching.ending(self.__dict__.pop("_arena_audit_begun", None))
+    read = watching.ending(taken(self, "_arena_audit_begun"))
     if held is not None:
         held.seal()
         if not held.holds:
@@ -78,7 +89,8 @@ def capture_end(self: Any, original: Original) -> None:
             held.drop()
         raise
     if hasattr(self, "capture_end_post"):
-        self._arena_audit_read = read
+        if read is not None:
+            self._arena_audit_read = read
         return
     if held is not None:
         hold(self, held)
@@ -89,7 +101,7 @@ def capture_end_post(self: Any, original: Original) -> None:
     original(self)
     if self._arena_capture is not None:
         hold(self, self._arena_capture)
-    watching.ended(self, self.__dict__.pop("_arena_audit_read", None))
+    watching.ended(self, taken(self, "_arena_audit_read"))
 
 
 def begin_body(self: Any, original: Original, *args: Any, **kwargs: Any) -> None:

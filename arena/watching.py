@@ -62,7 +62,7 @@ def action_for(graph: Any) -> str | None:
 
 def began(graph: Any, source: Callable[[], Allocator] | None = None) -> Any:
     """A capture is about to begin. What it returns goes to `ending`; None: it is not audited."""
-    if "_arena_audit" in vars(graph):  # of its last capture
+    if getattr(graph, "_arena_audit", None) is not None:  # of its last capture
         del graph._arena_audit
         vars(graph).pop("replay", None)
     if action_for(graph) is None:
@@ -86,6 +86,7 @@ def ending(started: Any, stream: Any = None) -> Any:
         if here is None:
             log.warning("this capture is not audited: the current stream at its end is not one of its own")
             return None
+        captures.keep(here[0])
         return (*started, here[0], _audit.read(here[1]))
     except Exception:
         log.warning("this capture is not audited", exc_info=True)

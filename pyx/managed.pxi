@@ -319,8 +319,10 @@ def begin(stream=None):
     cdef CUgraph graph
     cdef owner_list *owners
     cdef owner_list *before
+    cdef int line = 0
     cdef ManagedCapture managed = ManagedCapture.__new__(ManagedCapture)
     need_driver()
+    code = call_site(&line)
     managed.scopes = scopes_here(True)
     if not reclaimer_started:
         start_reclaimer()
@@ -337,6 +339,7 @@ def begin(stream=None):
     owners.managed = True
     owners.scopes = <void *>managed.scopes
     owners.graph = graph
+    set_birth(owners, code, line)
     owner_index_insert(&index, owners)
     if driver.cuCtxGetDevice(&managed.device) != CUDA_SUCCESS:
         managed.device = -1
@@ -387,7 +390,7 @@ cdef owner_list *close_list(uint64_t capture) noexcept:
 cdef void discard(owner_list *owners) noexcept:
     """A list that nothing was retained in, and that no user object knows."""
     forget(owners)
-    owner_list_free(owners)
+    free_list(owners)
 
 
 cdef void forget_managed() noexcept:

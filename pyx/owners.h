@@ -72,6 +72,10 @@ typedef struct owner_list {
     void *graph;              /* CUgraph under capture: not to be touched after the end of the capture */
     void *object;             /* L: CUuserObject, or NULL while no owner was retained; see owner_list_attached() */
     void *scopes;             /* managed capture: the scope stack of the thread that began it, borrowed */
+    double began;             /* seconds since 1970: when it was managed, or else its first owner retained */
+    void *code;               /* the code object that did so (one strong reference), or NULL: not known; see replace_managed() */
+    uint64_t pool[2];         /* the id of its graph's memory pool; zeros: not known */
+    int line;                 /* in `code` */
     bool managed;             /* a reference to `object` is kept on the CPU side too */
     bool sealed;              /* L: takes no more owners */
     bool ended;               /* L: sealed, and the capture is over: the next one of this id begins a new list */
@@ -148,7 +152,7 @@ static inline owner_list *owner_list_new(uint64_t capture) {
 }
 
 static inline void owner_list_free(owner_list *list) {
-    ARENA_ASSERT(!list->indexed && list->cursor == list->count && list->opaque_cursor == list->opaque_count);
+    ARENA_ASSERT(!list->indexed && list->cursor == list->count && list->opaque_cursor == list->opaque_count && !list->code);
     free(list->entries);
     free(list->opaque);
     free(list);

@@ -28,6 +28,10 @@ cdef extern from "owners.h" nogil:
         void *graph
         void *object
         void *scopes
+        double began
+        void *code
+        uint64_t pool[2]
+        int line
         bint managed
         bint sealed
         bint ended

@@ -127,7 +127,7 @@ cdef void drain() noexcept:
         if current_list == each:
             current_list = NULL
         dead += owner_list_count(each)
-        note_death(each.capture, owner_list_count(each))
+        note_death(each)
         if queue_last != NULL:
             queue_last.next = each
         else:
@@ -169,7 +169,7 @@ cdef size_t release_some(size_t most) noexcept:
             queue_first = owners.next
             if queue_first == NULL:
                 queue_last = NULL
-            owner_list_free(owners)
+            free_list(owners)
             continue
         if done == most or managed_open > open_before:  # a capture was begun meanwhile: the rest waits for its end
             break

@@ -400,7 +400,7 @@ cdef int keep_slowly(object owner, void *stream) except -1:
     elif owners.count == owners.capacity and owner_list_reserve(owners, 1):
         no_memory(owners)
     keep(owners, owner)
-    if owners.count == 1:
+    if owners.count == 1 and owners.code == NULL:
         note_birth(owners.capture)
     return 1
 
@@ -586,6 +586,8 @@ cdef void replace_managed(owner_list *owners) noexcept nogil:
         again.managed = True
         again.scopes = owners.scopes
         again.graph = owners.graph
+        again.began, again.line = owners.began, owners.line
+        again.code, owners.code = owners.code, NULL
         owner_index_insert_locked(&index, again)  # into the room that was just left
 
 
@@ -625,7 +627,7 @@ cdef int retain_all(tuple owners, void *stream) except -1:
         return 0
     for owner in owners:
         keep(room, owner)
-    if room.count == <size_t>len(owners):
+    if room.count == <size_t>len(owners) and room.code == NULL:
         note_birth(room.capture)
     return 1
 

@@ -240,3 +240,13 @@ def test_reports_know_the_name_that_was_given(cuda, graphs, torch_memory, monkey
         arena.retain(torch_memory.array(512, (1, 1)))
     [told] = [each for each in arena.report().graphs if each.name == "decode B=8"]
     assert (told.inside, told.outside) == (512, 0)
+
+
+def test_the_audit_of_a_capture_without_owners_knows_where_it_began(cuda, graphs, torch_memory):
+    """Its list is gone before the audit is made."""
+    graph = graphs.CUDAGraph()
+    graph._arena_audit_mode = "collect"
+    with capturing(graph, cuda.Stream()):
+        cuda_id = arena.capture_id()
+    assert "/test_" in graph._arena_audit.name
+    assert graph._arena_audit.name.endswith(f" #{cuda_id}")

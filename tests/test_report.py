@@ -6,6 +6,7 @@ import re
 import subprocess
 import sys
 import time
+import weakref
 from xml.etree import ElementTree
 
 import native
@@ -14,7 +15,7 @@ from conftest import until
 from planted import Allocator
 
 import arena
-from arena import captures, memory, page, reporting
+from arena import _registry, captures, memory, page, reporting
 from arena.reporting import GraphReport, Life, Report, SlotReport
 
 
@@ -341,3 +342,55 @@ assert sys.argv[1:] == ["--html", "mine"], sys.argv
 
 def test_memory_is_asked_of_torch_only_where_torch_uses_a_gpu():
     assert memory.allocator().blocks() == [] or sys.modules["torch"].cuda.is_initialized()
+
+
+def test_a_managed_capture_is_born_at_its_begin_and_another_at_its_first_owner(stream):
+    managed = begin_here(stream)
+    where = begin_here.__code__
+    assert _registry.born(managed.id)[1:] == (where.co_filename, where.co_firstlineno + 2, "begin_here")
+    arena.retain(owner := memory.Block, stream)
+    [(capture, *_, birth)] = [each for each in _registry.lists() if each[0] == managed.id]
+    assert birth == _registry.born(capture)
+    assert birth[3] == "begin_here"
+    managed.seal()
+    stream.end_capture().destroy()
+    managed.hold()
+    with stream.capture() as other:
+        assert _registry.born(other.id) is None
+        arena.retain(owner, stream)
+        assert _registry.born(other.id)[3] == "test_a_managed_capture_is_born_at_its_begin_and_another_at_its_first_owner"
+    managed.drop()
+    arena.reclaim(5)
+    assert _registry.born(capture) == birth  # of the dead that are listed, too
+    assert captures.of(capture).name == f"tests/test_report.py:{birth[2]} (begin_here) #{capture}"
+    other.graph.destroy()
+
+
+def begin_here(stream):
+    stream.begin_capture("relaxed")
+    return _registry.begin(stream)
+
+
+def test_the_code_of_a_birth_is_let_go_with_the_last_that_is_known_of_its_capture(stream):
+    """The control: one death before, it is still there, and the birth is told."""
+    names = {"arena": arena}
+    body = "    with stream.capture() as capture:\n        arena.retain(arena, stream)\n    return capture"
+    exec(f"def first(stream):\n{body}", names)
+    code = weakref.ref(names["first"].__code__)
+    capture = names.pop("first")(stream)
+    number = capture.id
+    capture.graph.destroy()
+    died = len(_registry.died())
+    for _ in range(1023):
+        captured(stream, arena).destroy()
+    arena.reclaim(5)
+    assert died >= 1
+    assert len(_registry.died()) == 1024
+    gc.collect()
+    assert code() is not None
+    assert _registry.born(number)[3] == "first"
+    captured(stream, arena).destroy()
+    arena.reclaim(5)
+    assert _registry.born(number) is None
+    gc.collect()
+    assert code() is None

@@ -945,3 +945,59 @@ def test_ten_thousand_cycles_of_capture_replay_and_drop_keep_memory_flat(cuda, g
     assert bool(arena.stats().owners) == kept
     for graph in graphs_kept:
         graph.reset()
+
+
+def test_a_clean_graph_keeps_less_than_a_kilobyte_beside_its_owners():
+    """What 600 managed graphs with one owner take more than 600 of torch's own: the capture, its list and fence, and all that
+    audits and reports know of it. The control: what 100 more owners cost is seen, and is their entries."""
+    run = run_python(
+        """
+import arena, arena.torch, standin, torch
+from arena.testing import simulated_driver
+from heap import heap_bytes
+
+owner = object()
+arena.torch.current_stream = lambda device: (standin.current_stream().handle, False)
+
+def per_graph(kind, owners, count=600):
+    kept = [None] * count
+    for number in range(-100, count):
+        if number == 0:
+            before = heap_bytes()
+        graph = kind()
+        graph.capture_begin(capture_error_mode="relaxed")
+        for _ in range(owners):
+            arena.retain(owner, stream)
+        graph.capture_end()
+        graph.replay()
+        if number < 0:
+            keep.append(graph)
+        else:
+            kept[number] = graph
+    taken = heap_bytes() - before
+    keep.extend(kept)
+    return taken / count
+
+with simulated_driver() as cuda:
+    standin.driver, stream, keep = cuda, cuda.Stream(), []
+    plain = standin.graphs().CUDAGraph
+    torch._C._CUDAGraph = plain.__base__
+    managed = type("CUDAGraph", (plain,), {"_arena_capture": None})
+    arena.torch.manage(managed, plain)
+    with standin.current(stream):
+        per_graph(plain, 0)
+        least = [min(per_graph(*each) for _ in range(3)) for each in ((plain, 0), (managed, 1), (managed, 101))]
+    print(*least)
+    keep.clear()
+    arena.reclaim(5)
+""",
+        timeout=100,
+        env={"PYTHONMALLOC": "malloc"},
+    )
+    assert run.returncode == 0, run.stderr
+    if "san" in os.environ.get("LD_PRELOAD", ""):
+        pytest.skip("the sanitizer has malloc for itself")
+    plain, one, more = map(float, run.stdout.split())
+    print(f"{one - plain - 16:.0f} bytes a graph beside its owner, {more - one:.0f} for 100 owners more")
+    assert 100 < one - plain - 16 < 768, run.stdout  # a kilobyte on a GPU, where Python makes each graph's attributes a place
+    assert 100 * 15 < more - one <= 100 * 24, run.stdout
