@@ -25,6 +25,9 @@ class Block:
     def site(self) -> str | None: ...
 
 @final
+class Kept: ...
+
+@final
 class Slot:
     @property
     def retired(self) -> list[Any]: ...

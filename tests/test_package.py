@@ -318,12 +318,14 @@ def mypy():
     return [sys.executable, "-m", "mypy"]
 
 
-# What a stub need not say: what the compiler adds, and how to make objects that refuse to be made.
+# What a stub need not say: what the compiler adds, how to make objects that refuse to be made, and that a cached function still
+# has its own parameters.
 UNSAID = r"""
 arena\._(audit|registry|simulator|workspace)\.__(pyx_capi|test)__
 arena\.(testing|_audit)\.\w+\.__init__
 arena\.testing\.Capture\.__(enter|exit)__
 arena\.__main__\.\w+@\d+
+arena\.b12x\.(fields_of|provider)
 """
 
 
