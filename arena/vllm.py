@@ -15,7 +15,7 @@ from typing import Any
 
 __all__ = ["register"]
 
-log = logging.getLogger("arena")
+log = logging.getLogger("vllm.arena")  # vLLM shows what its own loggers say, and of others only warnings
 
 NEEDED = ("get_simultaneous", "_ensure_workspace_size", "_get_workspace_id", "get_persistent", "get_persistent_resource")
 # What 0.33's _get_workspace_id names: nothing else decides which slot it is.

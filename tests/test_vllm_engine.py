@@ -98,7 +98,8 @@ def test_it_runs_with_the_plugin(engine):
     generated(seen)
     module, name = seen["worker"]["class"]
     assert module.startswith("arena"), module
-    assert re.search(r"arena.*WorkspaceManager", said), f"no line says what {module}.{name} replaced:\n{said}"
+    replaced = re.search(r"INFO .*arena: WorkspaceManager replaced", said)
+    assert replaced, f"no line says what {module}.{name} replaced:\n{said}"
 
 
 def test_it_generates_the_same_with_and_without(engine):

@@ -94,7 +94,7 @@ def stock(monkeypatch):
 
 
 def said(caplog, text):
-    return [record for record in caplog.records if record.name == "arena" and text in record.getMessage()]
+    return [record for record in caplog.records if record.name == "vllm.arena" and text in record.getMessage()]
 
 
 @pytest.mark.parametrize("value", [None, "", "0"])
@@ -109,7 +109,7 @@ def test_without_the_variable_nothing_changes(stock, monkeypatch, caplog, value)
 
 
 def test_the_class_is_rebound_and_the_rest_is_vllms(stock, caplog):
-    caplog.set_level(logging.INFO, "arena")
+    caplog.set_level(logging.INFO, "vllm.arena")
     before = stock.WorkspaceManager
     arena_vllm.register()
     assert stock.WorkspaceManager is not before
