@@ -54,7 +54,7 @@ def test_the_audit_example_warns_of_its_scratch(capsys):
         exec(example("AuditWarning"), {})
     torch.cuda.memory._record_memory_history(enabled=None)  # the audit had torch begin
     said = capsys.readouterr().out
-    assert "0 graphs hold 0 owners" in said or "owners" in said
+    assert re.search(r"^\d+ graphs? holds? \d+ owners?, ", said, re.MULTILINE)
     assert "no graph's; a block in use of torch's" in said
 
 
