@@ -15,6 +15,7 @@ import statistics
 import subprocess
 import sys
 import time
+import traceback
 from pathlib import Path
 
 import torch
@@ -367,17 +368,35 @@ def hyperconnection(stack):
     return bool(torch.equal(out, expected[0]) and torch.equal(result, expected[1])), held
 
 
-def measure(tokens, layers, least, most, seconds, pairs):
+class Rows(list):
+    """The table, which is printed and written as it grows: what was measured stays when a later part fails."""
+
+    def __init__(self, path, quick):
+        self.path, self.quick = path, quick
+
+    def row(self, what, target, measured, good):
+        self.append((what, target, measured, good))
+        say(f"{what}: {measured}   [{target}] {'ok' if good else 'MISSED'}")
+        self.path.write_text(report(self, self.quick))
+
+    @contextlib.contextmanager
+    def part(self, name):
+        """A part that fails is a row that says so, and the next part begins."""
+        try:
+            yield
+        except Exception as error:
+            traceback.print_exc()
+            self.row(name, "runs", f"{type(error).__name__}: {error}".splitlines()[0][:200], False)
+
+
+def measure(rows, tokens, layers, least, most, seconds, pairs):
+    """All that is measured with arena, into `rows`; a part that fails leaves the others theirs."""
     from b12x._lib.program_cache import evict_unretained
 
     import arena.b12x
     import arena.torch
 
-    rows = []
-
-    def row(what, target, measured, good):
-        rows.append((what, target, measured, good))
-        say(f"{what}: {measured}   [{target}] {'ok' if good else 'MISSED'}")
+    row, part = rows.row, rows.part
 
     arena.torch.install()
     say("preparing (B12X compiles its kernels)")
@@ -387,15 +406,16 @@ def measure(tokens, layers, least, most, seconds, pairs):
     say("eager results are there")
 
     middle = sorted(tokens)[len(tokens) // 2]
-    share, ratio, error = cost_of_retention(stack, middle, pairs)
-    text = f"{share:.3%}; captures with / without {ratio:.4f} ± {error:.4f} ({pairs} pairs, {middle} tokens)"
-    row("retaining, of the capture's time", "≤ 0.5 %", text, share <= 0.005 and ratio - 2 * error <= 1.005)
+    with part("cost of retention"):
+        share, ratio, error = cost_of_retention(stack, middle, pairs)
+        text = f"{share:.3%}; captures with / without {ratio:.4f} ± {error:.4f} ({pairs} pairs, {middle} tokens)"
+        row("retaining, of the capture's time", "≤ 0.5 %", text, share <= 0.005 and ratio - 2 * error <= 1.005)
 
-    size = {mode: pool_of(stack, mode) for mode in ("nothing", "ours", "whole")}
-    text = (
-        f"{size['ours'] / size['nothing'] - 1:+.2%} ({size['ours'] / 1e6:.1f} MB; whole bindings {size['whole'] / 1e6:.1f} MB)"
-    )
-    row("graph pool, against retaining nothing", "within 2 %", text, size["ours"] <= 1.02 * size["nothing"])
+    with part("graph pool"):
+        size = {mode: pool_of(stack, mode) for mode in ("nothing", "ours", "whole")}
+        more, ours, whole = size["ours"] / size["nothing"] - 1, size["ours"] / 1e6, size["whole"] / 1e6
+        text = f"{more:+.2%} ({ours:.1f} MB; whole bindings {whole:.1f} MB)"
+        row("graph pool, against retaining nothing", "within 2 %", text, size["ours"] <= 1.02 * size["nothing"])
 
     arena.b12x.install()
     before = arena.stats()
@@ -418,11 +438,13 @@ def measure(tokens, layers, least, most, seconds, pairs):
     changed = overwritten(others)
     row("tensors of others overwritten", "0", f"{changed} of {len(others)}", changed == 0)
 
-    good = capture_resources(stack, middle)
-    row("scratch in the order pre, post_pre; eager none", "yes", "yes" if good else "no", good)
-    equal, held = hyperconnection(stack)
-    row("hyperconnection, replay equal to eager", "yes", "yes" if equal else "no", equal)
-    row("its plans retained, by plan and by binding", "2", str(held), held == 2)
+    with part("capture resources"):
+        good = capture_resources(stack, middle)
+        row("scratch in the order pre, post_pre; eager none", "yes", "yes" if good else "no", good)
+    with part("hyperconnection"):
+        equal, held = hyperconnection(stack)
+        row("hyperconnection, replay equal to eager", "yes", "yes" if equal else "no", equal)
+        row("its plans retained, by plan and by binding", "2", str(held), held == 2)
 
     unloads = Unloads()
     try:
@@ -447,14 +469,11 @@ def measure(tokens, layers, least, most, seconds, pairs):
         row("kernel libraries unloaded then", "≥ 1", str(gone), gone > 0)
     finally:
         unloads.stop()
-    return rows
 
 
-def control_rows(seen):
-    rows = []
-
+def control_rows(rows, seen):
     def row(what, key, of, wrong):
-        rows.append((f"without arena: {what}", "goes wrong", f"{seen.get(key, '-')}{of}", wrong or "ended with" in seen))
+        rows.row(f"without arena: {what}", "goes wrong", f"{seen.get(key, '-')}{of}", wrong or "ended with" in seen)
 
     row("scratch given to others", "given to others", f" of {seen.get('bindings', '-')}", seen.get("given to others", 0) > 0)
     row("tensors of others overwritten", "others overwritten", "", seen.get("others overwritten", 0) > 0)
@@ -463,8 +482,7 @@ def control_rows(seen):
     key = "libraries unloaded while the graphs live"
     row("kernel libraries unloaded by session.release", key, "", seen.get(key, 0) > 0)
     if "ended with" in seen:
-        rows.append(("without arena: the process ended with", "-", seen["ended with"], True))
-    return rows
+        rows.row("without arena: the process ended with", "-", seen["ended with"], True)
 
 
 def report(rows, quick):
@@ -498,14 +516,12 @@ def main():
         return control(tokens, layers)
     if chosen.quick:
         tokens, layers = [8, 64], 10
-    rows = []
-    with contextlib.ExitStack() as stack:
-        stack.callback(lambda: Path(chosen.report).write_text(report(rows, chosen.quick)) if rows else None)
-        rows += measure(
-            tokens, layers, 40 if chosen.quick else 1000, 40 if chosen.quick else 17000, 15, 3 if chosen.quick else 15
-        )
+    rows = Rows(Path(chosen.report), chosen.quick)
+    with rows.part("with arena"):
+        measure(rows, tokens, layers, *((40, 40, 15, 3) if chosen.quick else (1000, 17000, 15, 15)))
+    with rows.part("without arena"):
         say("the same without arena, in a process of its own")
-        rows += control_rows(run_control([8, 64], layers))
+        control_rows(rows, run_control([8, 64], layers))
     print("\n" + Path(chosen.report).read_text())
     return 0 if all(each[3] for each in rows) else 1
 
