@@ -3,7 +3,6 @@
 # from then on. What the driver then no longer covers, launches in flight, is covered by fences. Called with the GIL.
 
 from libc.stdlib cimport free, realloc
-from libc.string cimport memcpy
 
 cdef extern from *:
     """
@@ -210,23 +209,23 @@ cdef class ManagedCapture:
                 them, and with it the executable.
         """
         cdef owner_list *mine
-        cdef owner_list *theirs
-        cdef size_t count
+        cdef owner_list *theirs = NULL
+        cdef int code
         if outer.id == self.id:
             raise ValueError(f"capture {self.id} is not a body of itself")
         if self.epoch != epoch or not self.open:
             return
-        mine = list_of(self.id)
-        count = 0 if mine == NULL or not mine.managed else mine.count
-        if count:
-            theirs = list_for(outer.stream, count)
+        while True:
+            mine = list_of(self.id)
+            code = 0 if mine == NULL or not mine.managed else owner_list_join(theirs, mine)
+            if code == 0:
+                break
+            if code < 0:
+                no_memory(theirs)
+            theirs = list_for(outer.stream, mine.count)
             if theirs == NULL or theirs.capture != outer.id:
                 raise CaptureError(f"capture {outer.id} ended before its conditional body {self.id}")
         self.seal()
-        if count:  # the seal ran no code but ours: both lists are what they were
-            memcpy(&theirs.entries[theirs.count], mine.entries, count * sizeof(owner_entry))
-            theirs.count += count
-            mine.count = 0
 
     @property
     def owners(self):

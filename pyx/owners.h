@@ -21,6 +21,7 @@
 #include <stdbool.h>
 #include <stdint.h>
 #include <stdlib.h>
+#include <string.h>
 #include <time.h>
 
 #ifndef ARENA_DEBUG
@@ -186,10 +187,10 @@ static inline void owner_list_append(owner_list *list, void *object, owner_relea
     __atomic_store_n(&list->count, list->count + 1, __ATOMIC_RELAXED);
 }
 
-/* Room for one more opaque owner. With the lock. */
-static inline int owner_list_reserve_opaque(owner_list *list) {
-    if (list->opaque_count < list->opaque_capacity) return 0;
-    size_t capacity = owner_capacity(list->opaque_count, list->opaque_capacity, 1);
+/* Room for `more` opaque owners. With the lock. */
+static inline int owner_list_reserve_opaque(owner_list *list, size_t more) {
+    if (more <= list->opaque_capacity - list->opaque_count) return 0;
+    size_t capacity = owner_capacity(list->opaque_count, list->opaque_capacity, more);
     opaque_entry *opaque = capacity ? (opaque_entry *)realloc(list->opaque, capacity * sizeof *opaque) : NULL;
     if (!opaque) return -1;
     list->opaque = opaque;
@@ -263,6 +264,32 @@ static inline void owner_list_seal(owner_list *list) {
     owner_lock();
     owner_list_seal_locked(list);
     owner_unlock();
+}
+
+/* Seals `mine` and moves its owners of both kinds, in their order, to the end of `theirs`, which is open. In one step: until it
+ * is sealed, opaque owners come. With the GIL. 0: done; -1: no memory; 1: something is to be moved and `theirs` is NULL, or
+ * `mine` is no longer the list of its capture. But for 0 nothing was changed. */
+static inline int owner_list_join(owner_list *theirs, owner_list *mine) {
+    int code = 0;
+    owner_lock();
+    if (!mine->indexed) code = 1;
+    else if (mine->count || mine->opaque_count) {
+        if (!theirs) code = 1;
+        else if (owner_list_reserve(theirs, mine->count) || owner_list_reserve_opaque(theirs, mine->opaque_count)) code = -1;
+        else {
+            for (size_t i = 0; i < mine->opaque_count; i++) {
+                theirs->opaque[theirs->opaque_count] = mine->opaque[i];
+                theirs->opaque[theirs->opaque_count++].before += theirs->count;
+            }
+            if (mine->count) memcpy(theirs->entries + theirs->count, mine->entries, mine->count * sizeof *mine->entries);
+            /* relaxed: as in owner_list_append(); the opaque ones have the lock */
+            __atomic_store_n(&theirs->count, theirs->count + mine->count, __ATOMIC_RELAXED);
+            mine->count = mine->opaque_count = 0;
+        }
+    }
+    if (!code) owner_list_seal_locked(mine);
+    owner_unlock();
+    return code;
 }
 
 /* The capture of a sealed list is over. */

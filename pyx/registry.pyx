@@ -488,7 +488,7 @@ cdef int place(
 
 
 cdef inline int reserve(owner_list *owners, size_t more, bint opaque) noexcept nogil:
-    return owner_list_reserve_opaque(owners) if opaque else owner_list_reserve(owners, more)
+    return owner_list_reserve_opaque(owners, more) if opaque else owner_list_reserve(owners, more)
 
 
 cdef int attach(attempt *at, owner_list *owners, void *stream, CUgraph graph, size_t more, bint opaque) noexcept nogil:

@@ -97,7 +97,7 @@ static bool retain_without(uint64_t number) {
         if (fresh) owner_index_insert_locked(&lists, list);
     }
     if (list && !list->sealed && !owner_list_is_dead(list)) {
-        if (owner_list_reserve_opaque(list)) exit(2);
+        if (owner_list_reserve_opaque(list, 1)) exit(2);
         owner_list_append_opaque(list, (void *)(uintptr_t)number, nothing);
         took = true;
         accepted++;

@@ -191,6 +191,38 @@ def test_without_arena_the_import_says_so_and_every_call_answers_nothing(tmp_pat
 # ---- the calls ----
 
 
+@pytest.mark.parametrize("python", [True, False], ids=["both kinds", "opaque alone"])
+def test_a_body_that_joins_the_capture_around_it_hands_over_owners_of_both_kinds(simulated, ops, python):
+    stream, inside, graph = simulated.Stream(), simulated.Stream(), simulated.Graph()
+    stream.begin_capture("relaxed", into=graph)
+    capture = _registry.begin(stream)
+    assert ops.retain_opaque(1, stream.handle) == 1
+    assert arena.retain(Numbered(2), stream)
+    inside.begin_capture("relaxed", into=graph.add_conditional())
+    body = _registry.begin(inside)
+    assert ops.retain_opaque(3, inside.handle) == 1
+    if python:
+        assert arena.retain(Numbered(4), inside)
+    assert ops.join(ops.start(5, 2, inside.handle)) == 2
+    body.join(capture)
+    body.drop()
+    inside.end_capture()
+    assert ops.retain_opaque(7, stream.handle) == 1
+    capture.seal()
+    stream.end_capture()
+    executable = graph.instantiate()
+    capture.hold()
+    graph.destroy()
+    arena.reclaim()
+    assert (executable.owners, ops.take_log()) == (0, [])
+    executable.destroy()
+    capture.drop()
+    expected = [1, 2, 3, 4, 5, 6, 7] if python else [1, 2, 3, 5, 6, 7]
+    log = []
+    assert until(lambda: log.extend(ops.take_log()) or len(log) == len(expected))
+    assert log == expected
+
+
 def test_owners_of_both_kinds_live_as_long_as_the_graph_and_go_in_order(cuda, ops):
     stream = cuda.Stream()
     assert (ops.retain(Owner(), stream.handle), ops.retain_opaque(1, stream.handle), ops.capturing(stream.handle)) == (0, 0, 0)
