@@ -102,14 +102,21 @@ cdef class Slot:
     cdef void forget(self):
         """Drops the views of every request."""
         cdef int i
-        cdef request *known
+        cdef request **table = self.table
         if self.known == 0:
             return
         self.known = 0
+        self.table = NULL  # out of reach first: the end of a view may run code that asks this slot again
         for i in range(REQUEST_PLACES):
-            known, self.table[i] = self.table[i], NULL
-            if known != NULL:
-                drop(known)
+            if table[i] != NULL:
+                drop(table[i])
+        free(table)
+
+    cdef bint has_table(self):
+        """False: there is no memory for one."""
+        if self.table == NULL:
+            self.table = <request **>calloc(REQUEST_PLACES, sizeof(request *))
+        return self.table != NULL
 
     cdef PyObject *persistent(self, dict resources, object key, PyObject *shape, PyObject *dtype) except? NULL:
         """The tensor of that key, if it was asked for before with that shape and dtype and has not changed; else NULL."""
@@ -143,15 +150,14 @@ cdef class Slot:
 
     cdef int take(self, object base) except -1:
         """`base` (a tensor or None) is the slot's memory from now on."""
+        cdef Block block = Block(base) if base is not None else None
         cdef Block before = self.block
-        self.block = None  # before the rest, which may let other threads run: they keep no views of it then
+        # Before the rest, which may run code that asks or sets this slot again: what is kept from here on is the new block's.
+        self.block = block
         self.forget()
         if before is not None and before.base is not base:
             self.retired = [former for former in self.retired if not former[0].expired()]
             self.retired.append((StorageWeakRef(before.storage), weakref.ref(before), before.nbytes, before.site))
-        before = None
-        if base is not None:
-            self.block = Block(base)
         return 0
 
     cdef list remember(self, Block block, const int64_t *words, size_t count, list views, bint reuse):
@@ -162,10 +168,8 @@ cdef class Slot:
         cdef request **place
         cdef bint again
         cdef tuple kept
-        if self.table == NULL:
-            self.table = <request **>calloc(REQUEST_PLACES, sizeof(request *))
-            if self.table == NULL:
-                return views
+        if not self.has_table():
+            return views
         again = request_place(self.table, hash, words, count)[0] != NULL
         known = request_new(hash, words, count, len(views), again and (reuse or ARENA_DEBUG))
         if known == NULL:
@@ -183,7 +187,7 @@ cdef class Slot:
         if self.known == REQUEST_ROOM and request_place(self.table, hash, words, count)[0] == NULL:
             self.forget()
         # torch's operations, and the end of a tensor, let other threads run: the slot may have grown meanwhile.
-        if self.block is not block:
+        if self.block is not block or not self.has_table():
             drop(known)
             return views
         place = request_place(self.table, hash, words, count)

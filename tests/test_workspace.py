@@ -437,6 +437,31 @@ def test_blocks_are_allocated_in_the_callers_context(manager):
     assert entered == ["in", "out"]
 
 
+def test_what_asks_while_old_views_go_gets_views_of_the_new_block():
+    """A finalizer of a view that runs in the middle of a growth asks the same slot, and makes it grow itself."""
+    manager = WorkspaceManager(CPU, reuse_views=True)
+    requests = [((size,), torch.float32) for size in range(4, 40)]
+    right = []
+
+    def ask():
+        for _ in range(2):
+            manager.get_simultaneous(((64,), torch.float32))
+        for request in requests:
+            (view,) = manager.get_simultaneous(request)
+            block = manager._current_workspaces.parts[0].current
+            right.append(view.untyped_storage().data_ptr() == block.storage.data_ptr())
+
+    with torch.no_grad():
+        for request in requests * 2:
+            manager.get_simultaneous(request)
+        weakref.finalize(manager.get_simultaneous(requests[0])[0], ask)
+        manager.get_simultaneous(((1000,), torch.float32))
+        assert right == [True] * len(requests)
+        for request in requests:  # and so does who asks when all is done
+            (view,) = manager.get_simultaneous(request)
+            assert view.untyped_storage().data_ptr() == manager._current_workspaces[0].untyped_storage().data_ptr()
+
+
 def test_only_the_current_slot_grows():
     manager = WorkspaceManager(CPU, 2, 2)
     for lane in (0, 1):
