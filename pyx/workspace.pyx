@@ -180,12 +180,12 @@ cdef class Requests:
     cdef object growing             # one growth at a time
     cdef bint asks                  # the driver can say what is capturing
     cdef bint own_ids               # the class behind has no other way to find the slot than slot_index()
-    cdef uint64_t walked            # the capture that `held` is of
-    cdef set held                   # addresses of storages of persistent resources that it retained
+    cdef dict held                  # by capture, the last 8: addresses of resources and storages in them that it retained
     cdef object __weakref__
 
     def __cinit__(self, *args, **kwargs):
         self.growing = threading.RLock()
+        self.held = {}
         self.names = type(self).namespace
         self.asks = True
         self.own_ids = type(self).own_ids
@@ -463,17 +463,19 @@ cdef class Requests:
 
     cdef int retain_resource(self, object resource, uint64_t capture, void *stream) except -1:
         """The resource and the storages in it as they are now: it may come to hold others later."""
-        if self.walked != capture:
-            self.walked = capture
-            self.held = set()
-        if id(resource) not in self.held:
+        cdef set held = self.held.get(capture)  # by capture: this lets other threads run, which serve others
+        if held is None:
+            if len(self.held) >= 8:
+                self.held.pop(next(iter(self.held)), None)
+            held = self.held[capture] = set()
+        if id(resource) not in held:
             retain_on(resource, stream)
-            self.held.add(id(resource))
+            held.add(id(resource))
         for tensor in tensors_in(resource):
             storage = tensor.untyped_storage()
-            if storage._cdata not in self.held:
+            if storage._cdata not in held:
                 retain_on(storage, stream)
-                self.held.add(storage._cdata)
+                held.add(storage._cdata)
         return 0
 
     cdef int cannot_cover(self, object error) except -1:
@@ -489,7 +491,7 @@ cdef class Requests:
         cdef Slot slot
         if self.blocks is None:
             return 0
-        self.walked = 0
+        self.held.pop(capture, None)  # an earlier capture into the same graph had that id
         for slot in self.blocks.slots:
             if slot.block is not None:
                 slot.block.retain_for(capture, stream, True)

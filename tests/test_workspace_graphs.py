@@ -422,6 +422,66 @@ def test_a_persistent_tensor_is_retained_once_per_capture_and_lives_with_it(cuda
     assert gone(memory)
 
 
+def test_captures_in_turn_each_retain_a_persistent_tensor_once(cuda, manager):
+    one, other = cuda.Stream(), cuda.Stream()
+    with capture(cuda, managed=False, stream=one) as first, capture(cuda, managed=False, stream=other) as second:
+        before = retained()
+        for _ in range(5):
+            for stream in (one, other):
+                with stream:
+                    manager.get_persistent("k", (4,), f32)
+        assert retained() == before + 4  # the tensor and its storage, in each
+    first.graph.drop()
+    second.graph.drop()
+
+
+def test_what_one_capture_retains_is_not_taken_for_retained_by_another(cuda, manager):
+    """Which begins, on another thread, while the first looks for the tensors of the same resource."""
+    tensor = torch.zeros(4)
+    alive = StorageWeakRef(tensor.untyped_storage())
+    step = []
+
+    class Resource:
+        """Holds its tensor where only the walk finds it."""
+
+        __slots__ = ("found",)
+
+        def __cuda_owners__(self):
+            return ()
+
+    def found(self):
+        if step:
+            step.pop()()
+        return tensor
+
+    Resource.found = property(found)
+    one, other = cuda.Stream(), cuda.Stream()
+
+    def meanwhile():
+        with other:
+            manager.get_persistent_resource("another", object)
+
+    def on_a_thread():
+        thread = threading.Thread(target=meanwhile)
+        thread.start()
+        thread.join()
+
+    manager.get_persistent_resource("shared", Resource)
+    with capture(cuda, managed=False, stream=one) as first, capture(cuda, managed=False, stream=other) as second:
+        step.append(on_a_thread)
+        for stream in (one, other):
+            with stream:
+                manager.get_persistent_resource("shared", None)
+        assert not step
+    first.graph.drop()
+    manager._persistent_resources = [{}]
+    Resource.found = tensor = None
+    gc.collect()
+    assert not alive.expired()
+    second.graph.drop()
+    assert until(alive.expired)
+
+
 def test_a_block_served_while_another_thread_grew_the_slot_is_the_one_retained(cuda):
     """torch gives the GIL up in each operation: the views are of the old block, and so must be what is retained."""
     manager = WorkspaceManager(CPU)
