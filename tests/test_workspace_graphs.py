@@ -12,7 +12,7 @@ import weakref
 from contextlib import contextmanager, nullcontext
 
 import pytest
-from conftest import stays, until
+from conftest import run_python, stays, until
 
 torch = pytest.importorskip("torch")
 
@@ -310,6 +310,34 @@ def test_views_taken_before_a_managed_capture_are_covered(cuda, manager):
     open_.graph.drop()
     assert gone(old)
     assert retired(manager) == (0, 0)
+
+
+def test_a_capture_that_is_not_torchs_holds_the_block_though_torchs_are_watched():
+    """In a process of its own: once such a capture was met, the gate says maybe for good."""
+    run = run_python(
+        """
+import torch, arena
+from arena import _registry
+from arena.testing import simulated_driver
+from arena.workspace import WorkspaceManager
+
+_registry.watched(True)
+manager = WorkspaceManager(torch.device("cpu"))
+with simulated_driver() as cuda:
+    stream = cuda.Stream()
+    with stream:
+        stream.begin_capture("relaxed")
+        stream.kernel()
+        opened = _registry.capture_open()
+        manager.get_simultaneous(((4,), torch.float32))
+        graph = stream.end_capture()
+    print(opened, arena.stats().owners)
+    graph.destroy()
+""",
+        timeout=60,
+    )
+    assert run.returncode == 0, run.stderr
+    assert run.stdout == "True 1\n"
 
 
 def test_without_the_hook_they_are_not(cuda, manager):
