@@ -494,10 +494,16 @@ cdef class Requests:
         self.held.pop(capture, None)  # an earlier capture into the same graph had that id
         for slot in self.blocks.slots:
             if slot.block is not None:
-                slot.block.retain_for(capture, stream, True)
+                try:
+                    slot.block.retain_for(capture, stream, True)
+                except Exception as error:
+                    self.cannot_cover(error)
         for resources in self.resources or ():
             for resource in list(resources.values()):
-                self.retain_resource(resource, capture, stream)
+                try:  # each by itself: one that cannot be walked must not cost the graph the others
+                    self.retain_resource(resource, capture, stream)
+                except Exception as error:
+                    self.cannot_cover(error)
         return 0
 
 

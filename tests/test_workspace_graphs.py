@@ -312,6 +312,27 @@ def test_views_taken_before_a_managed_capture_are_covered(cuda, manager):
     assert retired(manager) == (0, 0)
 
 
+def test_a_resource_that_cannot_be_walked_costs_the_others_nothing(cuda, caplog):
+    class Bad:
+        def __cuda_owners__(self):
+            raise RuntimeError("not now")
+
+    managers = [WorkspaceManager(CPU) for _ in range(2)]
+    tensors = []
+    for each in managers:
+        each.get_persistent_resource("bad", Bad)
+        tensors.append(StorageWeakRef(each.get_persistent("k", (4,), f32).untyped_storage()))
+    with capture(cuda) as open_:
+        pass
+    assert "not now" in caplog.text
+    for each in managers:
+        each._persistent_resources = [{}]
+    gc.collect()
+    assert not any(each.expired() for each in tensors)
+    open_.graph.drop()
+    assert until(lambda: all(each.expired() for each in tensors))
+
+
 def test_a_capture_that_is_not_torchs_holds_the_block_though_torchs_are_watched():
     """In a process of its own: once such a capture was met, the gate says maybe for good."""
     run = run_python(
