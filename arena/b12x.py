@@ -69,11 +69,20 @@ def owners(binding: object) -> tuple[object, ...]:
     for plan in found.plans:
         payload = plan._prepared
         if payload is not None:  # else it was released, or never prepared
-            for each in (payload.state, payload.retained):
+            for each in (payload.state, payload.retained, programs_of(payload)):
                 if each is not None and id(each) not in found.seen:
                     kept.append(each)
         kept.append(plan)
     return tuple(kept)
+
+
+def programs_of(payload: Any) -> tuple[object, ...] | None:
+    """What the plans of a composite one keep loaded, a plan per token count. It has their states, and nothing of its own."""
+    variants = getattr(payload, "variants", None)
+    if not variants:
+        return None
+    payloads = [each._prepared for each in variants.values()]
+    return tuple(each.retained for each in payloads if each is not None and each.retained is not None) or None
 
 
 FOUND = "_arena_found"
@@ -201,8 +210,15 @@ def registering(call: Callable[..., Any]) -> Callable[..., Any]:
             if not tracing():
                 retain(holder)
         elif not tracing():
+            if first == "bindings" and holder is not None and not isinstance(holder, (tuple, list)):  # may be read once only
+                args, kwargs = with_holder(tuple(holder), args, kwargs)
             retain_given(holders, args, kwargs)
         return call(*args, **kwargs)
+
+    def with_holder(bindings: object, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        if place < len(args):
+            return (*args[:place], bindings, *args[place + 1 :]), kwargs
+        return args, {**kwargs, first: bindings}
 
     return run
 

@@ -104,6 +104,27 @@ def test_a_binding_of_a_released_plan_still_keeps_its_state():
 
 
 @prepared
+def test_a_plan_of_several_token_counts_keeps_the_programs_of_each():
+    """A composite plan has none of its own, and its session lets go of theirs together with it."""
+    from b12x.preparation.types import _CompositePlan
+
+    children = {8: wheel.mhc_plan("pre"), 16: wheel.mhc_plan("pre")}
+    plan = _CompositePlan(component_id="norm.mhc", capacity_metadata={}, variants=children, _assemble=None)
+    wheel.prepare(plan, wheel.Programs())
+    plan._prepared.retained, plan._prepared.variants = None, plan.variants
+    binding, scratch = wheel.mhc_binding(plan=children[8])
+    binding = dataclasses.replace(binding, plan=plan)  # as fused_moe binds
+    programs = [each._prepared.retained for each in children.values()]
+    storage, state, assembled, kept, last = arena.b12x.owners(binding)
+    same([storage, state, assembled, last], [scratch.untyped_storage(), binding.state, plan._prepared.state, plan])
+    same(kept, programs)
+    wheel.release(children[16])
+    same(arena.b12x.owners(plan)[1], programs[:1])
+    wheel.release(children[8])
+    same(arena.b12x.owners(plan), [plan._prepared.state, plan])
+
+
+@prepared
 def test_a_plan_that_is_prepared_again_is_asked_again():
     plan = wheel.mhc_plan("pre")
     binding, _ = wheel.mhc_binding(plan=plan)
@@ -457,6 +478,25 @@ def test_every_call_and_class_of_the_tables_is_of_some_known_version():
     for name in KEPT:
         module, _, label = name.rpartition(".")
         assert defined(module, label, "class"), name
+
+
+def test_bindings_that_can_be_read_only_once_reach_the_call(cuda, installed):
+    """B12X makes a tuple of them itself, so that a generator will do."""
+    stream = cuda.Stream()
+    given = [wheel.mhc_binding()[0] for _ in range(2)]
+
+    @arena.b12x.registering
+    def run_lookups(bindings, token_counts):
+        return tuple(bindings)
+
+    with stream, stream.capture() as capture:
+        stream.kernel()
+        same(run_lookups(iter(given), [1, 1]), given)
+        same(run_lookups(token_counts=[1, 1], bindings=iter(given)), given)
+        assert arena.stats().owners == 2 * sum(len(arena.b12x.owners(each)) for each in given)
+    capture.graph.destroy()
+    with pytest.raises(TypeError, match="bindings"):
+        run_lookups(token_counts=[])
 
 
 def test_the_calls_of_a_bindings_own_methods_are_registered(cuda, installed, monkeypatch):
