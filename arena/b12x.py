@@ -57,21 +57,22 @@ def owners(binding: object) -> tuple[object, ...]:
     Raises:
         TypeError: It is neither a binding nor a plan.
     """
-    try:
-        found: Found | None = binding.__dict__.get(FOUND)
-    except AttributeError:
-        found = None
-    if found is None:
+    found = getattr(binding, FOUND, None)  # not of its `__dict__`: asking for that makes one
+    if type(found) is not Found:
         found = find(binding)
     if not found.plans:
         return tuple(found.kept)
-    kept = found.kept.copy()
+    kept, seen = found.kept.copy(), found.seen
     for plan in found.plans:
         payload = plan._prepared
         if payload is not None:  # else it was released, or never prepared
-            for each in (payload.state, payload.retained, programs_of(payload)):
-                if each is not None and id(each) not in found.seen:
-                    kept.append(each)
+            state, programs = payload.state, payload.retained
+            if state is not None and id(state) not in seen:
+                kept.append(state)
+            if programs is None:
+                programs = programs_of(payload)
+            if programs is not None and id(programs) not in seen:
+                kept.append(programs)
         kept.append(plan)
     return tuple(kept)
 
@@ -91,14 +92,17 @@ FOUND = "_arena_found"
 def find(binding: object) -> Found:
     found = Found()
     kind: Any = type(binding)
-    if is_plan(binding):
-        found.plans.append(binding)
-    elif not hasattr(kind, "__dataclass_fields__"):
-        raise TypeError(f"a B12X binding or plan is needed, not {kind.__name__}")
-    else:
-        found.add_fields(binding)
-        if not found.changing:
-            binding.__dict__[FOUND] = found  # no field; dies with the binding, and holds nothing that the binding does not hold
+    known = _kinds.get(kind)
+    if known is None:
+        if is_plan(binding):
+            found.plans.append(binding)
+            return found
+        if not hasattr(kind, "__dataclass_fields__"):
+            raise TypeError(f"a B12X binding or plan is needed, not {kind.__name__}")
+    found.add_fields(binding)
+    if not found.changing:
+        # No field; dies with the binding, and holds nothing that the binding does not hold.
+        object.__setattr__(binding, FOUND, found)
     return found
 
 
@@ -118,20 +122,29 @@ class Found:
 
     def add_fields(self, holder: object) -> None:
         kind: Any = type(holder)
-        fields, changing = fields_of(kind)
+        known = _kinds.get(kind)
+        if known is None:
+            known = _kinds[kind] = fields_of(kind)
+        fields, changing = known
         if changing:
             self.changing = True
             self.kept.append(holder)  # and with it what it will be filled with
+        kept, seen = self.kept, self.seen
         for name, role in fields:
             value = getattr(holder, name, None)
             if value is None:
                 continue
             if role is WALKED:
-                self.add(value)
-            elif role is KEPT_WHOLE or not is_plan(value):
-                self.keep(value)
-            else:
+                if type(value) is not torch.Tensor:
+                    self.add(value)
+                    continue
+                value = value.untyped_storage()
+            elif role is PLAN and is_plan(value):
                 self.add_plan(value)
+                continue
+            if id(value) not in seen:
+                seen.add(id(value))
+                kept.append(value)
 
     def add(self, value: Any) -> None:
         kind: Any = type(value)
@@ -171,8 +184,11 @@ WALKED, KEPT_WHOLE, PLAN = "walked", "kept whole", "plan"
 ROLES = {"state": KEPT_WHOLE, "_state": KEPT_WHOLE, "plan": PLAN}  # a state's insides are B12X's own
 
 
-@functools.cache
-def fields_of(kind: type) -> tuple[tuple[tuple[str, str], ...], bool]:
+Fields = tuple[tuple[tuple[str, str], ...], bool]
+_kinds: dict[type, Fields] = {}  # what was said of each class so far
+
+
+def fields_of(kind: type) -> Fields:
     """The fields of that class to look at, with their roles; and whether its objects change."""
     name = f"{kind.__module__}.{kind.__qualname__}"
     words = KEPT.get(short_name(name) or "", "").split()

@@ -325,7 +325,7 @@ arena\._(audit|registry|simulator|workspace)\.__(pyx_capi|test)__
 arena\.(testing|_audit)\.\w+\.__init__
 arena\.testing\.Capture\.__(enter|exit)__
 arena\.__main__\.\w+@\d+
-arena\.b12x\.(fields_of|provider)
+arena\.b12x\.provider
 """
 
 
