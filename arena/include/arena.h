@@ -107,13 +107,13 @@ static inline int arena_retain(PyObject *owner, void *stream) {
  * two threads release at once (see below), one that gives the GIL up in the middle may end after its successor. On anything
  * else it stays the caller's. No exception is set; arena_set_error() does so.
  *
- * `release` runs on arena's own thread or on one that calls arena.reclaim(), resets a CUDAGraph or begins a capture; never on
- * the driver's, and not while a capture that arena manages is open (unless that lasts half a minute). It runs in relaxed
- * capture mode, with the context current in which the first owner was retained, if that still exists. The thread has the GIL,
- * so that releases begin in order, but a release must work without: it may free memory, destroy events, modules and graphs, delete
- * an at::Tensor, and call what here needs no GIL. It must not throw, call Python (destroying what does so by itself, as a
- * tensor with a Python half, is fine), or wait for a thread that may be waiting for the GIL. Once the interpreter is going it
- * is not called any more: the process is ending.
+ * `release` runs on arena's own thread or on one that calls arena.reclaim(), resets a CUDAGraph or begins a capture; never
+ * on the driver's, and not while a capture that arena manages is open (unless that lasts half a minute). It runs in relaxed
+ * capture mode, with the context current in which the first owner was retained, if that still exists. The thread has the
+ * GIL, so that releases begin in order, but a release must work without: it may free memory, destroy events, modules and
+ * graphs, delete an at::Tensor, and call what here needs no GIL. It must not throw, call Python (destroying what does so by
+ * itself, as a tensor with a Python half, is fine), or wait for a thread that may be waiting for the GIL. Once the
+ * interpreter is going it is not called any more: the process is ending.
  *
  *     at::Tensor *held = new at::Tensor(scratch);
  *     if (arena_retain_opaque(held, [](void *t) { delete static_cast<at::Tensor *>(t); }, stream) != ARENA_RETAINED) delete held;
