@@ -183,7 +183,11 @@ cdef class Slot:
             known.tensors = <void *>kept
             known.shared = reuse
             if not reuse:
-                views = fresh(kept)
+                try:
+                    views = fresh(kept)
+                except BaseException:  # somebody's torch function mode, say
+                    drop(known)
+                    raise
         if self.known == REQUEST_ROOM and request_place(self.table, hash, words, count)[0] == NULL:
             self.forget()
         # torch's operations, and the end of a tensor, let other threads run: the slot may have grown meanwhile.

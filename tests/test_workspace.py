@@ -939,6 +939,21 @@ def test_views_made_while_the_slot_grew_are_not_kept_for_the_new_block(manager, 
                 assert {storage(each) for each in views} == {storage(block_of(manager))}
 
 
+def test_a_request_that_fails_while_it_is_kept_leaves_nothing_behind():
+    manager = WorkspaceManager(CPU)
+    manager.get_simultaneous(*MOE)
+
+    def fail():
+        raise MemoryError("no memory for another view")
+
+    with pytest.raises(MemoryError, match="another view"), GrowsInside("detach", fail):
+        manager.get_simultaneous(*MOE)
+    assert len(serve_thrice(manager, *MOE)) == 3
+    block = StorageWeakRef(block_of(manager).untyped_storage())
+    del manager
+    assert block.expired()
+
+
 def test_threads_that_grow_one_slot_get_what_they_asked_for(manager):
     """B17: 2 threads × 1000 rounds."""
     largest, wrong = [0, 0], []
