@@ -312,11 +312,15 @@ def replaying(original: Original) -> Original:
             if held.lazy:
                 self.instantiate()
             external = note(self, held)
-        try:
+        if not external:
             return original(self)
+        failed = True
+        try:
+            result = original(self)
+            failed = False
+            return result
         finally:
-            if external:
-                held.launched()
+            held.launched(failed)
 
     return replay
 

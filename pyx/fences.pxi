@@ -6,7 +6,8 @@ cdef extern from *:
     """
     /* One stream that a graph was replayed on. An external stream may be gone when the graph goes, and may not be touched
      * then: its event is recorded at each replay. Any other's is NULL until it could be recorded, at the end. */
-    enum { OURS, RECORDED, LAUNCHING, LOST }; /* torch's; external: behind the last launch; not yet; could not be */
+    enum { OURS, RECORDED, LAUNCHING, LOST, NEVER }; /* torch's; external: behind the last launch; not yet; could not be;
+                                                        none was launched */
     typedef struct fence_mark { void *stream; void *context; CUevent event; int kind; } fence_mark;
 
     /* A reference to a user object that goes when every mark has passed: the last of the `count` first. */
@@ -22,6 +23,7 @@ cdef extern from *:
         RECORDED
         LAUNCHING
         LOST
+        NEVER
 
     ctypedef struct fence_mark:
         void *stream
@@ -90,8 +92,8 @@ cdef void poll_fences() noexcept:
 cdef bint passed(fence_mark *mark) noexcept:
     """Whether the work that the stream had when the mark was made is done. Makes the mark where it could not be made."""
     cdef CUresult code
-    if mark.kind == LOST:
-        return False
+    if mark.kind == LOST or mark.kind == NEVER:
+        return mark.kind == NEVER
     if mark.event == NULL or mark.kind == LAUNCHING:
         code = record(mark)
         if code != CUDA_SUCCESS:

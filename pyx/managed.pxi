@@ -164,21 +164,22 @@ cdef class ManagedCapture:
         """
         cdef CUcontext context = NULL
         cdef void *handle = PyLong_AsVoidPtr(stream)
-        cdef fence *replays = self.replays
-        cdef size_t i, count = 0 if replays == NULL else replays.count
+        cdef fence *replays
+        cdef fence_mark *mark
+        cdef size_t count
         if driver.cuCtxGetCurrent(&context) != CUDA_SUCCESS or context == NULL:
             # A graph is launched into a stream of its own context, whichever is current.
             context = self.context
         if context == NULL:
             raise DriverError(f"no context is current, nor was at the begin of capture {self.id}: nothing can tell when "
                               f"the work on stream {stream:#x} is done")
-        for i in range(count):
-            if replays.marks[i].stream == handle and replays.marks[i].context == <void *>context:
-                self.last = i
-                replays.marks[i].kind = LAUNCHING if external else OURS
-                return external
+        mark = self.mark_of(handle, <void *>context)
+        if mark != NULL:
+            mark.kind = LAUNCHING if external else OURS
+            return external
+        count = 0 if self.replays == NULL else self.replays.count
         # Here and not in let_go(), where a failure could only leak.
-        replays = <fence *>realloc(replays, sizeof(fence) + (count + 1) * sizeof(fence_mark))
+        replays = <fence *>realloc(self.replays, sizeof(fence) + (count + 1) * sizeof(fence_mark))
         if replays == NULL:
             raise MemoryError(f"no memory to note that capture {self.id} was replayed on stream {stream:#x}")
         self.replays = replays
@@ -190,13 +191,47 @@ cdef class ManagedCapture:
         self.last = count
         return external
 
-    def launched(self):
-        """The graph was launched on the external stream of the last `replayed()` or `note()`: an event goes behind it."""
+    def launched(self, bint failed=False):
+        """The graph was launched on the external stream of the last `replayed()` or `note()`, or its launch failed: an event
+        goes behind what the stream has to do."""
         cdef CUstreamCaptureMode mode
-        if self.replays != NULL and relax(&mode):  # else another thread has let go meanwhile, and made its own fence
-            if record(&self.replays.marks[self.last]) != CUDA_SUCCESS:
-                self.replays.marks[self.last].kind = LOST  # the owners stay for good: nobody can say when they may go
-            restore(&mode)
+        cdef CUresult code
+        cdef CUevent before
+        cdef fence_mark mark
+        cdef fence_mark *place
+        if self.replays == NULL or not relax(&mode):  # another thread has let go meanwhile, and made its own fence
+            return
+        # A copy: recording lets other threads run, which may note a stream or let go. The event is in nobody's reach then.
+        mark = self.replays.marks[self.last]
+        self.replays.marks[self.last].event = NULL
+        before = mark.event
+        code = record(&mark)
+        if code != CUDA_SUCCESS:
+            if failed and code == CUDA_ERROR_NOT_READY and mark.event == before:
+                # The stream captures, so it took no launch: the work of the last one, if any, is still what to wait for.
+                mark.kind = RECORDED if before != NULL else NEVER
+            else:
+                mark.kind = LOST  # the owners stay for good: nobody can say when they may go
+        place = self.mark_of(mark.stream, mark.context)
+        if place == NULL:
+            if mark.event != NULL:
+                driver.cuEventDestroy(mark.event)
+        else:
+            if place.event != NULL:
+                driver.cuEventDestroy(place.event)
+            place.event = mark.event
+            place.kind = mark.kind
+        restore(&mode)
+
+    cdef fence_mark *mark_of(self, void *stream, void *context) noexcept:
+        """The mark of that stream, which becomes the last one; or NULL."""
+        cdef size_t i
+        cdef size_t count = 0 if self.replays == NULL else self.replays.count
+        for i in range(count):
+            if self.replays.marks[i].stream == stream and self.replays.marks[i].context == context:
+                self.last = i
+                return &self.replays.marks[i]
+        return NULL
 
     def join(self, ManagedCapture outer not None):
         """This was a conditional body of the graph that `outer` captures. What it retained is that capture's from now on.

@@ -2,6 +2,7 @@
 are patched with rests on these; here they are driven by hand."""
 
 import os
+import sys
 import threading
 import weakref
 
@@ -561,3 +562,68 @@ def test_a_fence_of_a_context_that_is_lost_for_good_passes(simulated, code):
     simulated.fail("cuEventQuery", code=code)
     capture.drop()
     assert until(lambda: alive() is None)
+
+
+@pytest.mark.parametrize("before", ["launched before", "never launched"])
+@pytest.mark.parametrize("told", ["told", "not told"])
+def test_a_launch_that_a_capturing_external_stream_refused_keeps_no_owner(simulated, before, told):
+    """The control, where the registry is not told: nobody can say what is behind the mark, and the owners stay."""
+    alive = weakref.ref(owner := Owner())
+    stream, external = simulated.Stream(), simulated.Stream()
+    graph, capture = managed(stream, owner)
+    del owner
+    executable, gate = graph.instantiate(), simulated.Event()
+    capture.hold()
+    if before == "launched before":
+        capture.note(external.handle, True)
+        executable.launch(external, until=gate)
+        capture.launched()
+    external.begin_capture("relaxed")
+    capture.note(external.handle, True)
+    with pytest.raises(simulated.Error):
+        executable.launch(external)
+    capture.launched(told == "told")
+    with pytest.raises(simulated.Error):
+        external.end_capture()
+    capture.drop()
+    if before == "launched before":
+        assert stays(lambda: alive() is not None)
+    gate.set()
+    if told == "told":
+        assert until(lambda: alive() is None)
+    else:
+        assert stays(lambda: alive() is not None)
+    external.destroy()
+    executable.destroy()
+    graph.destroy()
+
+
+def test_a_graph_let_go_of_or_replayed_elsewhere_while_its_replay_is_noted_loses_no_event(simulated):
+    """The event of an external stream is recorded without the GIL: what it is noted in may have moved or gone meanwhile."""
+    switch = sys.getswitchinterval()
+    streams = [simulated.Stream() for _ in range(40)]
+    made, gone = -simulated.calls("cuEventCreate"), -simulated.calls("cuEventDestroy")
+    sys.setswitchinterval(1e-6)
+    try:
+        for _ in range(150):
+            graph, capture = managed(streams[0], Owner())
+            graph.destroy()
+            capture.hold()
+            capture.note(streams[0].handle, True)
+
+            def elsewhere(capture=capture):
+                for stream in streams[1:]:
+                    capture.note(stream.handle)
+                capture.drop()
+
+            thread = threading.Thread(target=elsewhere)
+            thread.start()
+            while thread.is_alive():
+                capture.launched()
+            thread.join()
+    finally:
+        sys.setswitchinterval(switch)
+    assert until(lambda: arena.stats().owners == 0)
+    made, gone = made + simulated.calls("cuEventCreate"), gone + simulated.calls("cuEventDestroy")
+    assert made > 150
+    assert made == gone
