@@ -1,6 +1,7 @@
 """The workspace under real graphs: values stay right after growth, churn and poison, and the old block's bytes come back when
-its last graph dies. Managed by `arena.torch.install()`; the bookkeeping without a GPU is in test_workspace_graphs.py. Each
-`churn` hands freed memory to tensors full of NaN, so that whatever a graph lost shows in what it computes."""
+its last graph dies. Managed by `arena.torch.install()`; the bookkeeping without a GPU is in test_workspace_graphs.py and
+test_workspace_growth.py. Each `churn` hands freed memory to tensors full of NaN, so that whatever a graph lost shows in what it
+computes."""
 
 import contextlib
 import gc
