@@ -17,6 +17,8 @@ import real_driver
 
 import arena
 
+pytest.register_assert_rewrite("processes")  # what it asserts is told like a test's own
+
 TESTS = Path(__file__).parent
 SIMULATED = pytest.param("simulated")
 REAL = pytest.param("real", marks=pytest.mark.gpu)
