@@ -2,7 +2,6 @@
 C++ class, on the simulated driver. The same promises on a real GPU are in test_torch_managed.py."""
 
 import contextlib
-import functools
 import gc
 import inspect
 import itertools
@@ -16,89 +15,14 @@ from heap import heap_bytes
 
 torch = pytest.importorskip("torch")
 
-import generations  # noqa: E402
+import managed_standins  # noqa: E402
 import standin  # noqa: E402
+from managed_standins import EXTERNAL, Owner, captured, capturing, gone, only_installed, only_patched, with_bodies  # noqa: E402
 
 import arena  # noqa: E402
 import arena.torch  # noqa: E402
 
-
-class Owner:
-    """Something that owns memory."""
-
-
-@pytest.fixture
-def cuda(simulated, monkeypatch):
-    monkeypatch.setattr(standin, "driver", simulated)
-    return simulated
-
-
-INSTALLED = torch.__version__.split("+")[0]
-OTHERS = [each for each in generations.GENERATIONS if not INSTALLED.startswith(f"{each}.")]
-PATCHED = [f"{INSTALLED} installed", *(f"{each} patched" for each in OTHERS)]
-only_patched = pytest.mark.parametrize("unmanaged", PATCHED, indirect=True)
-WAYS = [f"{INSTALLED} subclassed", *PATCHED]
-only_installed = pytest.mark.parametrize("unmanaged", WAYS[:2], indirect=True)  # torch's own Python has no part in it
-BODIES = [
-    (way, kind)
-    for kind, since in (("if", (2, 12)), ("while", (2, 14)))
-    for way in WAYS
-    if tuple(map(int, way.split()[0].split("."))) >= since
-]
-with_bodies = pytest.mark.parametrize(("unmanaged", "kind"), BODIES, indirect=["unmanaged"])
-
-
-@pytest.fixture(params=WAYS)
-def unmanaged(request, tmp_path_factory):
-    """Makes a module: a torch's graphs.py over the stand-in, as it is."""
-    generation = request.param.split()[0]
-    if generation == INSTALLED:
-        return standin.graphs
-    cache = getattr(request.config, "cache", None)
-    folder = cache.mkdir("torch-graphs") if cache else tmp_path_factory.getbasetemp()
-    return functools.partial(standin.graphs, *generations.fetched(generation, folder))
-
-
-@pytest.fixture
-def graphs(request, unmanaged, monkeypatch):
-    """The same, managed: patched as install() patches the real one, or subclassed."""
-    module = unmanaged()
-    monkeypatch.setattr(arena.torch, "current_stream", lambda device: (standin.current_stream().handle, EXTERNAL[0]))
-    monkeypatch.setattr(torch._C, "_CUDAGraph", module.CUDAGraph.__base__, raising=False)
-    EXTERNAL[0] = False
-    assert not arena.torch.installed()
-    if "subclassed" in request.node.callspec.id:
-        base = module.CUDAGraph
-        module.CUDAGraph = type("CUDAGraph", (base,), {"_arena_capture": None})
-        arena.torch.manage(module.CUDAGraph, base)
-    else:
-        arena.torch.patch(module.CUDAGraph, None)
-    yield module
-    arena.torch.uninstall()
-
-
-EXTERNAL = [False]
-
-
-@contextlib.contextmanager
-def capturing(graph, stream, mode="relaxed"):
-    with standin.current(stream):
-        graph.capture_begin(capture_error_mode=mode)
-        stream.kernel()
-        yield
-        graph.capture_end()
-
-
-def captured(graphs, stream, *owners, keep=False):
-    graph = graphs.CUDAGraph(keep_graph=keep)
-    with capturing(graph, stream):
-        for owner in owners:
-            assert arena.retain(owner)
-    return graph
-
-
-def gone(reference):
-    return until(lambda: reference() is None)
+cuda, unmanaged, graphs = managed_standins.cuda, managed_standins.unmanaged, managed_standins.graphs  # fixtures
 
 
 def test_the_executable_is_clean_and_the_owner_lives_with_the_graph(cuda, graphs):
@@ -629,113 +553,6 @@ def test_a_debug_dump_finds_the_template_and_the_executable_is_clean(cuda, graph
     assert alive() is not None
     graph.reset()
     assert gone(alive)
-
-
-# ---- an owner that reaches its own graph ----
-
-
-class Binding:
-    """An owner that refers to things."""
-
-
-@pytest.mark.parametrize("debug", [False, True])
-def test_an_owner_that_refers_to_its_graph_is_counted_and_stays_until_the_graph_is_reset(
-    cuda, graphs, debug, monkeypatch, caplog
-):
-    monkeypatch.setattr(arena.torch, "debug", debug)
-    before = arena.stats().cycles
-    graph, binding = graphs.CUDAGraph(), Binding()
-    binding.graph = graph
-    alive = weakref.ref(binding)
-    with capturing(graph, cuda.Stream()):
-        for owner in (Owner(), Owner(), Owner(), binding):
-            arena.retain(owner)
-    assert arena.stats().cycles == before + 1
-    assert ("owner #3 Binding.graph -> CUDAGraph: neither can be collected" in caplog.text) == debug
-    del graph, binding, owner
-    gc.collect()
-    arena.reclaim()
-    assert stays(lambda: alive() is not None)
-    alive().graph.reset()
-    assert gone(alive)
-
-
-@only_installed
-def test_without_the_reference_nothing_is_counted_and_both_are_collected(cuda, graphs, monkeypatch, caplog):
-    """The control."""
-    monkeypatch.setattr(arena.torch, "debug", True)
-    before = arena.stats().cycles
-    binding = Binding()
-    binding.other = graphs.CUDAGraph()
-    binding.weak, binding.function, binding.kind = weakref.ref(binding.other), lambda: graphs, type(binding)
-    binding.proxy = weakref.proxy(Owner())  # of something gone
-    alive = weakref.ref(binding)
-    graph = captured(graphs, cuda.Stream(), binding)
-    assert arena.stats().cycles == before
-    assert not caplog.text
-    del graph, binding
-    assert gone(alive)
-
-
-@only_installed
-@pytest.mark.parametrize("far", [2, 6, 30])
-def test_debugging_finds_a_long_way_to_the_graph(cuda, graphs, monkeypatch, caplog, far):
-    monkeypatch.setattr(arena.torch, "debug", True)
-    before = arena.stats().cycles
-    graph = graphs.CUDAGraph()
-    owner = [graph]
-    for _ in range(far - 1):
-        owner = [0, owner]
-    with capturing(graph, cuda.Stream()):
-        arena.retain(owner)
-    found = far <= arena.torch.FARTHEST
-    assert arena.stats().cycles == before + found
-    assert ("list[1] -> list[0] -> CUDAGraph" in caplog.text) == found
-    graph.reset()
-
-
-@only_installed
-@pytest.mark.parametrize("how", ["closure", "key", "method"])
-def test_debugging_names_the_way_through_what_has_no_attributes(cuda, graphs, monkeypatch, caplog, how):
-    monkeypatch.setattr(arena.torch, "debug", True)
-    graph, binding = graphs.CUDAGraph(), Binding()
-    if how == "closure":
-        binding.run = lambda: graph
-    elif how == "key":
-        binding.table = {"decode": graph}
-    else:
-        binding.run = graph.replay
-    with capturing(graph, cuda.Stream()):
-        arena.retain(binding)
-    way = {
-        "closure": "Binding.run -> function -> tuple[0] -> cell -> CUDAGraph",
-        "key": "Binding.table -> dict['decode'] -> CUDAGraph",
-        "method": "Binding.run -> method -> CUDAGraph",
-    }[how]
-    assert f"owner #0 {way}: " in caplog.text
-    graph.reset()
-
-
-@only_installed
-def test_a_search_for_cycles_that_fails_fails_nothing(cuda, graphs, monkeypatch):
-    def fails(graph, owner):
-        raise MemoryError("no room")
-
-    monkeypatch.setattr(arena.torch, "debug", True)
-    monkeypatch.setattr(arena.torch, "way_to", fails)
-    alive = weakref.ref(owner := Owner())
-    graph = captured(graphs, cuda.Stream(), owner)
-    del owner
-    assert graph.executable.owners == 0
-    graph.reset()
-    assert gone(alive)
-
-
-def test_the_search_is_switched_on_by_the_environment_or_a_debug_build():
-    asked = os.environ.get("ARENA_DEBUG", "0") not in ("", "0")
-    assert arena.torch.debug == (asked or arena._registry.debug_level > 0)
-    run = run_python("import arena.torch; print(arena.torch.debug)", timeout=60, env={"ARENA_DEBUG": "1"})
-    assert run.stdout.strip() == "True", run.stderr
 
 
 # ---- failing, nested, repeated ----
