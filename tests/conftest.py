@@ -17,7 +17,7 @@ import real_driver
 
 import arena
 
-pytest.register_assert_rewrite("processes", "managed_standins")  # what they assert is told like a test's own
+pytest.register_assert_rewrite("processes", "managed_graphs", "managed_standins")  # what they assert is told like a test's own
 
 TESTS = Path(__file__).parent
 SIMULATED = pytest.param("simulated")

@@ -1,6 +1,6 @@
 """Captures that torch's managed graphs make, without a GPU, as in test_torch_graphs.py: who takes part in them and keeps which
 owners, where they fail, are abandoned or repeated, nested, spread over threads, or have conditional bodies. The same promises
-on a real GPU are in test_torch_managed.py."""
+on a real GPU are in test_torch_captures_gpu.py."""
 
 import contextlib
 import gc
