@@ -22,8 +22,11 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+import arena.b12x
+
 VERSION = os.environ.get("ARENA_TEST_B12X", "1.5.1")
 PREPARED = not VERSION.startswith("1.2.")  # from 1.5 on a session prepares plans, and bindings name them
+prepared = pytest.mark.skipif(not PREPARED, reason="sessions prepare plans from 1.5 on")
 TOKENS, HIDDEN = 8, 4096
 RECIPE = {"rms_eps": 1e-6, "hc_eps": 1e-6, "sinkhorn_iters": 20}
 
@@ -79,6 +82,19 @@ def opened():
         for asked in vars(importlib.import_module("torch.utils._triton")).values():
             if hasattr(asked, "cache_clear"):
                 asked.cache_clear()
+
+
+@pytest.fixture(autouse=True, scope="module")
+def b12x():
+    with opened() as package:
+        yield package
+
+
+@pytest.fixture
+def installed():
+    arena.b12x.install()
+    yield
+    arena.b12x.uninstall()
 
 
 # ---- compilers that are not here ----
@@ -278,3 +294,24 @@ def value_for(annotation, name):
     if annotation in ("int", "bool", "float", "str") or name in ("device", "dtype"):
         return 1
     return None
+
+
+# ---- what tests ask of it ----
+
+
+def named(name):
+    """What B12X calls that ("module.attribute" below its root), or None where this version has no such module."""
+    where, _, label = name.rpartition(".")
+    try:
+        module = importlib.import_module("b12x." + where)
+    except ModuleNotFoundError as error:
+        if not str(error.name).startswith("b12x"):
+            raise
+        return None
+    return getattr(module, label, None)
+
+
+def same(owners, expected):
+    """The same objects, in that order. By identity: B12X's `==` computes, and a storage's repr prints every byte."""
+    assert len(owners) == len(expected), [type(each).__name__ for each in owners]
+    assert all(a is b for a, b in zip(owners, expected, strict=True)), [type(each).__name__ for each in owners]

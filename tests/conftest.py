@@ -17,7 +17,8 @@ import real_driver
 
 import arena
 
-pytest.register_assert_rewrite("processes", "managed_graphs", "managed_standins")  # what they assert is told like a test's own
+# What these assert is told like a test's own.
+pytest.register_assert_rewrite("b12x_wheel", "managed_graphs", "managed_standins", "processes")
 
 TESTS = Path(__file__).parent
 SIMULATED = pytest.param("simulated")
