@@ -1,6 +1,6 @@
 """Growth of a slot whose block captured graphs use, on the simulated driver with tensors of the CPU: each block lives exactly
 as long as its last graph or view. The numbers are those of public bug reports, with KiB in the place of MiB; controls show what
-a slot that knows nothing of graphs does. The same on a real GPU is in test_workspace_gpu.py."""
+a slot that knows nothing of graphs does. The same on a real GPU is in test_workspace_growth_gpu.py."""
 
 import inspect
 import itertools
