@@ -9,23 +9,25 @@ of it. No failure of ours fails a capture or a replay: what cannot be managed st
 from __future__ import annotations
 
 import functools
-import gc
 import logging
 import os
 import threading
-import types
 from collections.abc import Callable
 from typing import Any
 
 import torch  # type: ignore[import-not-found, unused-ignore]
 
-from arena import _registry, captures, dynamo, watching
+from arena import _registry, captures, cycles, dynamo, watching
 
 __all__ = ["CUDAGraph", "graph", "install", "installed", "uninstall"]
 
 log = logging.getLogger("arena")
 
 Original = Callable[..., Any]
+
+debug = _registry.debug_level > 0 or os.environ.get("ARENA_DEBUG", "0") not in ("", "0")
+"""Whether the end of each capture looks for owners that reach their own graph by whatever way, and warns of each with that
+way. Else only what an owner refers to directly is looked at, and counted in `arena.stats().cycles`."""
 
 
 # ---- what a managed graph does around torch's own methods; `_arena_capture` is its ManagedCapture, or None ----
@@ -204,75 +206,18 @@ def finalize(self: Any, original: Original | None) -> None:
         log.debug("a graph was not finalized in relaxed mode", exc_info=True)
 
 
-# ---- an owner that reaches its own graph: neither can be collected, since no collector sees what a graph holds ----
-
-debug = _registry.debug_level > 0 or os.environ.get("ARENA_DEBUG", "0") not in ("", "0")
-"""Whether the end of each capture looks for owners that reach their own graph by whatever way, and warns of each with that
-way. Else only what an owner refers to directly is looked at, and counted in `arena.stats().cycles`."""
-
-FARTHEST, MOST = 8, 10_000  # references from an owner, and objects looked at for it
-NOT_FOLLOWED: tuple[type, ...] = (types.ModuleType, types.FrameType, types.CodeType, type, str, bytes, int, float)
-
-
 def look_for_cycles(self: Any, held: _registry.ManagedCapture) -> None:
     try:
         if not debug:
             held.count_cycles(self)
             return
         for number, owner in enumerate(held.owners):
-            way = way_to(self, owner)
+            way = cycles.way_to(self, owner)
             if way is not None:
                 _registry.count_cycle()
                 log.warning("owner #%d %s: neither can be collected; reset() the graph to let both go", number, way)
     except Exception:
         log.debug("cycles were not looked for", exc_info=True)
-
-
-def way_to(graph: Any, owner: Any) -> str | None:
-    """How `owner` reaches `graph`, as "Binding.plan -> Plan.graph -> CUDAGraph"; None if it does not."""
-    steps: dict[int, tuple[Any, Any]] = {id(owner): (owner, None)}  # what was seen, and from where; kept alive, for its id
-    level = [owner]
-    for _ in range(FARTHEST + 1):
-        after = []
-        for each in level:
-            if each is graph:
-                return told_way(steps, graph)
-            for referent in referents(each):
-                # By its type: a proxy that is asked for its class asks what may be gone.
-                if id(referent) not in steps and not issubclass(type(referent), NOT_FOLLOWED) and len(steps) < MOST:
-                    steps[id(referent)] = referent, each
-                    after.append(referent)
-        level = after
-    return None
-
-
-def referents(thing: Any) -> list[Any]:
-    if isinstance(thing, types.FunctionType):  # not its globals: through them everything reaches everything
-        return [thing.__closure__, thing.__defaults__, thing.__kwdefaults__]
-    return gc.get_referents(thing)
-
-
-def told_way(steps: dict[int, tuple[Any, Any]], last: Any) -> str:
-    said: list[str] = []
-    each, source = steps[id(last)]
-    while source is not None:
-        holder = source
-        if isinstance(source, dict):  # of an instance: its owner says more
-            above = steps[id(source)][1]
-            holder = above if getattr(above, "__dict__", None) is source else source
-        said.append(f"{type(holder).__name__}{step(holder, each)}")
-        each, source = steps[id(holder)]
-    return " -> ".join([*reversed(said), type(last).__name__])
-
-
-def step(holder: Any, held: Any) -> str:
-    """By what name `holder` refers to `held`, where it has one."""
-    if isinstance(holder, dict):
-        return next((f"[{key!r}]" for key, value in holder.items() if value is held), "")
-    if isinstance(holder, list | tuple):
-        return next((f"[{number}]" for number, value in enumerate(holder) if value is held), "")
-    names = getattr(holder, "__dict__", {})
-    return next((f".{name}" for name, value in names.items() if value is held), "")
 
 
 def enter(self: Any, original: Original) -> Any:

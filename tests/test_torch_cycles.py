@@ -73,7 +73,7 @@ def test_debugging_finds_a_long_way_to_the_graph(cuda, graphs, monkeypatch, capl
         owner = [0, owner]
     with capturing(graph, cuda.Stream()):
         arena.retain(owner)
-    found = far <= arena.torch.FARTHEST
+    found = far <= arena.cycles.FARTHEST
     assert arena.stats().cycles == before + found
     assert ("list[1] -> list[0] -> CUDAGraph" in caplog.text) == found
     graph.reset()
@@ -107,7 +107,7 @@ def test_a_search_for_cycles_that_fails_fails_nothing(cuda, graphs, monkeypatch)
         raise MemoryError("no room")
 
     monkeypatch.setattr(arena.torch, "debug", True)
-    monkeypatch.setattr(arena.torch, "way_to", fails)
+    monkeypatch.setattr(arena.cycles, "way_to", fails)
     alive = weakref.ref(owner := Owner())
     graph = captured(graphs, cuda.Stream(), owner)
     del owner
