@@ -8,10 +8,8 @@ watched pays nothing. No failure of ours fails a request or a capture: a watch t
 
 from __future__ import annotations
 
-import functools
 import logging
 import os
-import threading
 import warnings
 import weakref
 from collections.abc import Callable, Hashable, Iterable
@@ -22,7 +20,8 @@ import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils.dlpack import from_dlpack, to_dlpack  # type: ignore[attr-defined, unused-ignore]
 
-from arena import _registry, _workspace
+from arena import _registry, _workspace, ordering
+from arena.ordering import current_stream, key_of, name_of
 from arena.workspace import caller
 
 __all__ = ["Overlap", "OverlapError", "OverlapWarning", "Use", "Watch", "from_environment", "used", "watch"]
@@ -30,9 +29,10 @@ __all__ = ["Overlap", "OverlapError", "OverlapWarning", "Use", "Watch", "from_en
 log = logging.getLogger("arena")
 
 Report = Callable[["Overlap"], object]
-Clock = dict[Hashable, int]
 
 UNKNOWN = -1  # a capture that has no id any more
+
+_watches: list[Watch] = []
 
 
 class OverlapWarning(RuntimeWarning):
@@ -100,230 +100,6 @@ class Overlap:
         return f"{slot}: {what}, but its bytes {begin} to {end} were handed out again {self.later}"
 
 
-# ---- which stream waits for which ----
-
-
-class Order:
-    """What happens before what, as far as torch was told.
-
-    `clocks[s][t]`: so many uses on stream t come before whatever s does next. `done[t]`: so many are known to have ended.
-    """
-
-    def __init__(self) -> None:
-        self.clocks: dict[Hashable, Clock] = {}
-        self.done: Clock = {}
-
-    def next(self, stream: Any) -> int:
-        """The number of a new use on that stream."""
-        clock = self.clocks.setdefault(key_of(stream), {})
-        clock[key_of(stream)] = tick = clock.get(key_of(stream), 0) + 1
-        return tick
-
-    def now(self, stream: Any) -> Clock:
-        """All that the stream comes behind."""
-        return dict(self.clocks.get(key_of(stream), {}))
-
-    def everything(self) -> Clock:
-        return {key: clock.get(key, 0) for key, clock in self.clocks.items()}
-
-    def at(self, event: Any) -> Clock:
-        """What comes before the event. One whose record we did not see is taken to come behind everything: no false alarm."""
-        order, clock = getattr(event, "_arena_behind", (None, {}))
-        return clock if order is self else self.everything()
-
-    def recorded(self, event: Any, clock: Clock) -> None:
-        if type(event) is not torch.Event:  # its own record() cannot be seen: the next one would be missed
-            # On the event itself: weak references to torch's events are not cleared when these die (seen with 2.11).
-            event._arena_behind = self, clock
-
-    def waits(self, stream: Any, behind: Clock) -> None:
-        advance(self.clocks.setdefault(key_of(stream), {}), behind)
-
-    def ended(self, behind: Clock) -> None:
-        advance(self.done, behind)
-
-    def before(self, use: Use, stream: Any) -> bool:
-        """Whether the use comes before what the stream does next. Nothing that was captured has ended: it runs at replay."""
-        key = key_of(use.stream)
-        done = self.done.get(key, 0) if use.capture is None else 0
-        return use.tick <= max(done, self.clocks.get(key_of(stream), {}).get(key, 0))
-
-
-def advance(clock: Clock, behind: Clock) -> None:
-    for key, tick in behind.items():
-        clock[key] = max(tick, clock.get(key, 0))
-
-
-def key_of(stream: Any) -> Hashable:
-    """What the same stream has in common, whichever object stands for it."""
-    if isinstance(stream, torch.Stream) and not hasattr(stream, "cuda_stream"):
-        same: Any = torch.cuda.Stream
-        stream = same(stream_id=stream.stream_id, device_index=stream.device_index, device_type=stream.device_type)
-    handle = getattr(stream, "cuda_stream", None)
-    if handle is None:
-        key: Hashable = stream
-        return key
-    return stream.device.index, handle
-
-
-def name_of(stream: Any) -> str:
-    handle = getattr(stream, "cuda_stream", None)
-    return str(stream) if handle is None else f"stream {handle:#x} of {stream.device}"
-
-
-def current_stream(device: torch.device) -> Any:
-    """torch's current stream of a device; None where there are no streams."""
-    return torch.cuda.current_stream(device) if device.type == "cuda" else None
-
-
-def idle(stream: Any) -> bool:
-    """Whether the stream has ended all that it was given: then the host has waited for it, in a way that we did not see."""
-    if not hasattr(stream, "cuda_stream"):
-        return bool(stream.query())
-    if stream.stream_id != 0 and not stream.stream_id & 1:
-        return False  # not torch's: it may have been destroyed, and to ask it would be the end of the process
-    mode = _registry.enter_relaxed()
-    try:
-        if mode is None:
-            return False
-        with torch.cuda.stream(stream):
-            return not torch.cuda.is_current_stream_capturing() and bool(stream.query())
-    except RuntimeError:
-        return False
-    finally:
-        _registry.leave_relaxed(mode)
-
-
-# Each is called before torch's own, with its arguments, and says what to do with the result.
-Note = Callable[..., Callable[[Any], object]]
-
-
-def given(stream: Any) -> Any:
-    return stream if stream is not None else torch.cuda.current_stream()
-
-
-def event_record(event: Any, stream: Any = None) -> Callable[[Any], object]:
-    clock = _order.now(given(stream))
-    return lambda _: _order.recorded(event, clock)
-
-
-def event_wait(event: Any, stream: Any = None) -> Callable[[Any], object]:
-    stream, clock = given(stream), _order.at(event)
-    return lambda _: _order.waits(stream, clock)
-
-
-def event_synchronize(event: Any) -> Callable[[Any], object]:
-    clock = _order.at(event)
-    return lambda _: _order.ended(clock)
-
-
-def event_query(event: Any) -> Callable[[Any], object]:
-    clock = _order.at(event)
-    return lambda ended: _order.ended(clock if ended else {})
-
-
-def stream_wait_event(stream: Any, event: Any) -> Callable[[Any], object]:
-    return event_wait(event, stream)
-
-
-def stream_wait_stream(stream: Any, other: Any) -> Callable[[Any], object]:
-    clock = _order.now(other)
-    return lambda _: _order.waits(stream, clock)
-
-
-def stream_record_event(stream: Any, event: Any = None) -> Callable[[Any], object]:
-    clock = _order.now(stream)
-    return lambda recorded: _order.recorded(recorded, clock)
-
-
-def stream_synchronize(stream: Any) -> Callable[[Any], object]:
-    clock = _order.now(stream)
-    return lambda _: _order.ended(clock)
-
-
-def stream_query(stream: Any) -> Callable[[Any], object]:
-    clock = _order.now(stream)
-    return lambda ended: _order.ended(clock if ended else {})
-
-
-def device_synchronize(device: Any = None) -> Callable[[Any], object]:
-    clock = _order.everything()
-    return lambda _: _order.ended(clock)
-
-
-EVENT: dict[str, Note] = {
-    "record": event_record,
-    "wait": event_wait,
-    "synchronize": event_synchronize,
-    "query": event_query,
-}
-STREAM: dict[str, Note] = {
-    "wait_event": stream_wait_event,
-    "wait_stream": stream_wait_stream,
-    "record_event": stream_record_event,
-    "synchronize": stream_synchronize,
-    "query": stream_query,
-}
-PATCHED: list[tuple[Any, dict[str, Note]]] = [
-    (torch.cuda.Event, EVENT),
-    (torch.cuda.Stream, STREAM),
-    (torch.cuda, {"synchronize": device_synchronize}),
-    (torch.accelerator, {"synchronize": device_synchronize}),
-]
-
-_lock = threading.RLock()
-_watches: list[Watch] = []
-_order = Order()
-_replaced: list[tuple[Any, str, Any, Any]] = []  # (owner, name, what its __dict__ had or MISSING, ours)
-MISSING = object()
-
-
-def noted(original: Callable[..., Any], note: Note) -> Callable[..., Any]:
-    @functools.wraps(original)
-    def call(*args: Any, **kwargs: Any) -> Any:
-        if not _watches:  # somebody kept this one
-            return original(*args, **kwargs)
-        after: Callable[[Any], object] | None = None
-        try:
-            with _lock:
-                after = note(*args, **kwargs)
-        except Exception:
-            log.debug("an ordering of streams was not noted", exc_info=True)
-        result = original(*args, **kwargs)
-        try:
-            if after is not None:
-                with _lock:
-                    after(result)
-        except Exception:
-            log.debug("an ordering of streams was not noted", exc_info=True)
-        return result
-
-    return call
-
-
-def begin_noting() -> None:
-    global _order
-    _order = Order()
-    for owner, notes in PATCHED:
-        for name, note in notes.items():
-            ours = noted(getattr(owner, name), note)
-            _replaced.append((owner, name, vars(owner).get(name, MISSING), ours))
-            setattr(owner, name, ours)
-    _registry.watch_retains(retained)
-
-
-def end_noting() -> None:
-    _registry.watch_retains(None)
-    while _replaced:
-        owner, name, before, ours = _replaced.pop()
-        if vars(owner).get(name) is not ours:
-            continue  # patched by others since: theirs calls ours, which does nothing any more
-        if before is MISSING:
-            delattr(owner, name)
-        else:
-            setattr(owner, name, before)
-
-
 # ---- the watch ----
 
 
@@ -378,12 +154,13 @@ class Watch:
         self.views: dict[int, View] = {}  # by address of its storage, which its weak reference keeps from being reused
         self.outgrown: list[WatchedSlot] = []  # that captures were served on
         self.slots: weakref.WeakKeyDictionary[Any, dict[int, WatchedSlot]] = weakref.WeakKeyDictionary()
-        with _lock:
+        with ordering.lock:
             for manager in self.managers:
                 if manager.watch is not None:
                     raise RuntimeError(f"{manager!r} is watched already")
             if not _watches:
-                begin_noting()
+                ordering.begin()
+                _registry.watch_retains(retained)
             _watches.append(self)
             for manager in self.managers:
                 manager.watch = self
@@ -396,19 +173,20 @@ class Watch:
 
     def stop(self) -> None:
         """Nothing is watched any more; torch's methods are what they were. Twice is once."""
-        with _lock:
+        with ordering.lock:
             for manager in self.managers:
                 if manager.watch is self:
                     manager.watch = None
             if self in _watches:
                 _watches.remove(self)
                 if not _watches:
-                    end_noting()
+                    _registry.watch_retains(None)
+                    ordering.end()
 
     def __call__(self, manager: Any, slot: Any, specs: object, served: list[torch.Tensor]) -> None:
         """What the request path calls: `served` becomes what is handed out."""
         try:
-            with _lock:
+            with ordering.lock:
                 found = self.request(manager, slot, served)
         except Exception:
             log.warning("this workspace is not watched any more", exc_info=True)
@@ -463,7 +241,7 @@ class Watch:
             capture = _registry.capture_id()
         except Exception:
             capture = UNKNOWN
-        return Use(caller(), stream, capture, begin, end, 0 if stream is None else _order.next(stream))
+        return Use(caller(), stream, capture, begin, end, 0 if stream is None else ordering.order.next(stream))
 
     def outlived(self, slot: WatchedSlot) -> list[Overlap]:
         """Views that live still, although an earlier request handed out their bytes again. Those whose bytes this one hands
@@ -481,15 +259,15 @@ class Watch:
         for key, other in list(slot.uses.get(use.capture, {}).items()):
             if use.stream is None or key == key_of(use.stream) or other.end <= use.begin or use.end <= other.begin:
                 continue
-            if not _order.before(other, use.stream) and not (use.capture is None and self.ended(other.stream)):
+            if not ordering.order.before(other, use.stream) and not (use.capture is None and self.ended(other.stream)):
                 found.append(Overlap("unordered", slot.ubatch, slot.lane, other, use))
         return found
 
     def ended(self, stream: Any) -> bool:
-        behind = _order.now(stream)
-        if not idle(stream):
+        behind = ordering.order.now(stream)
+        if not ordering.idle(stream):
             return False
-        _order.ended(behind)
+        ordering.order.ended(behind)
         return True
 
     def note(self, slot: WatchedSlot, use: Use) -> None:
@@ -552,7 +330,7 @@ class Watch:
     def check(self) -> list[Overlap]:
         """Reports at once every view that lives although its bytes were handed out again; variables that nobody reads any
         more are among them. What a graph retained in time is not."""
-        with _lock:
+        with ordering.lock:
             found = []
             for view in list(self.views.values()):
                 if view.again is not None and not view.excused and view.alive():
@@ -567,7 +345,7 @@ class Watch:
             first: What `arena.capture_id()` said inside the one capture.
             second: And inside the other.
         """
-        with _lock:
+        with ordering.lock:
             return [
                 Overlap("captures", slot.ubatch, slot.lane, one, other)
                 for slot in [*self.outgrown, *(slot for places in self.slots.values() for slot in places.values())]
@@ -609,7 +387,7 @@ def retained(owner: Any, stream: int | None) -> None:
 def look(at: Callable[[Watch], list[Overlap]]) -> None:
     for watching in list(_watches):
         try:
-            with _lock:
+            with ordering.lock:
                 found = at(watching)
         except Exception:
             log.warning("what is done with workspace views is not seen", exc_info=True)

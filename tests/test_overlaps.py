@@ -13,7 +13,7 @@ torch = pytest.importorskip("torch")
 import watch_rig  # noqa: E402
 from watch_rig import SPEC, Event, Stream  # noqa: E402
 
-from arena import overlaps, workspace  # noqa: E402
+from arena import ordering, overlaps, workspace  # noqa: E402
 from arena.overlaps import OverlapError, OverlapWarning, watch  # noqa: E402
 from arena.workspace import use_workspace_lane, use_workspace_ubatch_id  # noqa: E402
 
@@ -343,7 +343,7 @@ def test_an_ordering_passes_through_a_third_stream(manager, streams, watched, fo
 
 def test_a_device_that_was_synchronized_has_ended_everything(manager, streams, watched, found, monkeypatch):
     streams.request(streams.one, manager)
-    overlaps._order.ended(overlaps._order.everything())
+    ordering.order.ended(ordering.order.everything())
     streams.request(streams.two, manager)
     assert found == []
 

@@ -257,18 +257,18 @@ def test_two_graphs_that_share_bytes_are_named_and_overwrite_each_other(manager,
 
 SETUP = """
 import threading, torch
-from arena import overlaps
+from arena import ordering, overlaps
 from arena.overlaps import watch
 from arena.workspace import WorkspaceManager, use_workspace_lane
 spec = ((1 << 16,), torch.float32)
 manager = WorkspaceManager(torch.device("cuda"), 1, 2)
 manager.reserve_all(spec)
 one, two = torch.cuda.Stream(), torch.cuda.Stream()
-asked, idle = [], overlaps.idle
+asked, idle = [], ordering.idle
 def counted(stream):
     asked.append(idle(stream))
     return asked[-1]
-overlaps.idle = counted
+ordering.idle = counted
 def requests():
     with use_workspace_lane(1):
         for stream in (one, two, one):

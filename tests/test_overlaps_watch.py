@@ -16,7 +16,7 @@ torch = pytest.importorskip("torch")
 import watch_rig  # noqa: E402
 from watch_rig import SPEC  # noqa: E402
 
-from arena import overlaps  # noqa: E402
+from arena import ordering, overlaps  # noqa: E402
 from arena.overlaps import watch  # noqa: E402
 from arena.workspace import WorkspaceManager, use_workspace_lane  # noqa: E402
 
@@ -141,7 +141,7 @@ def names_of(owner):
 
 def test_off_nothing_is_there(manager):
     """Release mode: no hook, no patch, no slow way; and after a watch it is so again."""
-    owners = [owner for owner, _ in overlaps.PATCHED]
+    owners = [owner for owner, _ in ordering.PATCHED]
     before = [names_of(owner) for owner in owners]
 
     def compiled():
@@ -167,7 +167,7 @@ def test_the_module_is_not_even_imported_without_being_asked():
     ended = run_python(
         "import sys, torch, arena.workspace as w\n"
         "m = w.WorkspaceManager(torch.device('cpu')); m.get_simultaneous(((4,), torch.int8))\n"
-        "assert m.watch is None and 'arena.overlaps' not in sys.modules",
+        "assert m.watch is None and 'arena.overlaps' not in sys.modules and 'arena.ordering' not in sys.modules",
         timeout=60,
         env={"ARENA_WATCH": "", "ARENA_POISON": ""} if "ARENA_WATCH" in os.environ else None,
     )

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from arena import overlaps
+from arena import ordering
 from arena.overlaps import watch
 from arena.workspace import WorkspaceManager
 
@@ -80,7 +80,7 @@ def found():
 
 @pytest.fixture
 def streams(monkeypatch):
-    monkeypatch.setattr(overlaps, "PATCHED", [*overlaps.PATCHED, (Event, overlaps.EVENT), (Stream, overlaps.STREAM)])
+    monkeypatch.setattr(ordering, "PATCHED", [*ordering.PATCHED, (Event, ordering.EVENT), (Stream, ordering.STREAM)])
     return Streams()
 
 
