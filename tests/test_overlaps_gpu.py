@@ -257,7 +257,7 @@ def test_two_graphs_that_share_bytes_are_named_and_overwrite_each_other(manager,
 
 SETUP = """
 import threading, torch
-from arena import ordering, overlaps
+from arena import ordering
 from arena.overlaps import watch
 from arena.workspace import WorkspaceManager, use_workspace_lane
 spec = ((1 << 16,), torch.float32)
