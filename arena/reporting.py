@@ -423,8 +423,8 @@ def _where(ptr: int) -> tuple[str, int, int]:
     mode = _registry.enter_relaxed()
     try:
         told = _audit.pointed(ptr)
-    except _registry.DriverError:
-        told = None
+    except _registry.DriverError as error:
+        return f"not torch's, and more cannot be told: {error}", 0, 0
     finally:
         _registry.leave_relaxed(mode)
     if told is None:

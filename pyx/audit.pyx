@@ -11,7 +11,7 @@ from libc.stdint cimport int32_t, intptr_t, uint32_t, uint64_t
 from libc.stdlib cimport free, malloc, realloc
 from libc.string cimport memcpy, memset
 
-from driver cimport CUDA_SUCCESS, CUgraph, CUgraphNode, CUresult, DRIVER_READY
+from driver cimport CUDA_ERROR_INVALID_VALUE, CUDA_SUCCESS, CUgraph, CUgraphNode, CUresult, DRIVER_READY
 from nodes cimport *
 
 from arena._registry import DriverError
@@ -342,6 +342,9 @@ def pointed(uint64_t address):
 
     The id is the allocation's own and never given out again: another one at the same place means other memory. The type is
     1 for host memory, 2 for a device's; device is -1 where the driver names none.
+
+    Raises:
+        DriverError: The driver cannot say: none is there, this is a forked child, or a fault has left the context unusable.
     """
     cdef unsigned int kind = 0
     cdef unsigned long long number = 0
@@ -358,7 +361,10 @@ def pointed(uint64_t address):
     ]
     answers[0], answers[1], answers[2] = &kind, &start, &size
     answers[3], answers[4], answers[5] = &number, &device, &pool
-    # Of an address that is not its own it says zeros, and success.
-    if driver.cuPointerGetAttributes(6, asked, answers, address) != CUDA_SUCCESS or not kind or not size:
+    # Of an address that is not its own it says zeros, and success. A failure says nothing of the memory, least that it is gone.
+    cdef CUresult code = driver.cuPointerGetAttributes(6, asked, answers, address)
+    if code != CUDA_ERROR_INVALID_VALUE:
+        check(code, "cuPointerGetAttributes", f"{address:#x}")
+    if code != CUDA_SUCCESS or not kind or not size:
         return None
     return kind, start, size, number, max(device, -1), pool

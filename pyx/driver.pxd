@@ -17,6 +17,7 @@ cdef extern from "driver.h" nogil:
 
     enum:
         CUDA_SUCCESS
+        CUDA_ERROR_INVALID_VALUE
         CUDA_ERROR_NOT_INITIALIZED
         CUDA_ERROR_DEINITIALIZED
         CUDA_ERROR_NO_DEVICE

@@ -376,6 +376,21 @@ def test_a_check_finds_memory_of_others_that_was_freed_or_handed_out_again(cuda,
     assert sorted(each.what for each in seen.check()) == ["freed", "handed out again"]
 
 
+@pytest.mark.parametrize("code", [700, 3], ids=["a context that is broken", "a forked child"])
+def test_a_driver_that_cannot_say_has_freed_nothing(cuda, stream, torch_memory, code):
+    theirs = cuda.plant(4096)
+    with stream.capture() as capture:
+        stream.kernel("add", theirs, torch_memory.array(512).address)
+    seen = look(capture.graph, torch_memory)
+    cuda.fail("cuPointerGetAttributes", 1, code)
+    with pytest.raises(arena.DriverError, match=f"cuPointerGetAttributes failed for {theirs:#x}: {code}"):
+        seen.check()
+    assert seen.findings == seen.check() == []
+    cuda.fail("cuPointerGetAttributes", 1, code)
+    with pytest.raises(arena.DriverError):
+        look(capture.graph, torch_memory)
+
+
 def test_an_owner_that_has_other_memory_now_has_moved(stream, torch_memory):
     class Plan:
         def __init__(self):

@@ -220,6 +220,12 @@ def test_an_address_is_told_by_what_is_known_of_it(cuda, stream, torch_memory):
     assert arena.owner_of(5).bytes == 0
 
 
+def test_an_address_that_the_driver_cannot_tell_of_is_not_said_to_be_nobodys(cuda, torch_memory):
+    theirs = cuda.plant(4096)
+    cuda.fail("cuPointerGetAttributes", 1, 700)
+    assert "more cannot be told: cuPointerGetAttributes failed" in arena.owner_of(theirs).by
+
+
 @pytest.mark.parametrize("wrong", ["0x10", None, 1.0, True, -1])
 def test_what_is_no_address_is_told(wrong):
     with pytest.raises(TypeError, match="needs an address as an int, not"):
