@@ -270,8 +270,10 @@ cdef class Nodes:
         cdef CUresult code = driver.cuGraphKernelNodeGetParams(node, &told)
         if code != CUDA_SUCCESS:
             return self.skip(f"cuGraphKernelNodeGetParams: {code}")
-        name, layout = self.kernel(told.func, told.kern)
+        name, layout, code = self.kernel(told.func, told.kern)
         self.names[len(self.names) - 1] = name
+        if code != CUDA_ERROR_INVALID_VALUE:
+            return self.skip(f"{'cuFuncGetParamInfo' if told.func != NULL else 'cuKernelGetParamInfo'}: {code}")
         if not layout:
             return 0
         if told.kernelParams != NULL:
@@ -296,7 +298,8 @@ cdef class Nodes:
         return 0
 
     cdef tuple kernel(self, CUfunction function, CUkernel kern):
-        """(name, ((offset, size), ...)) of a kernel. Asked once for each: graphs repeat few kernels many times."""
+        """(name, ((offset, size), ...), what the driver said at their end) of a kernel. Asked once for each: graphs repeat few
+        kernels many times."""
         cdef const char *name = NULL
         cdef size_t offset, size, i = 0
         cdef CUresult code
@@ -311,11 +314,11 @@ cdef class Nodes:
                 code = driver.cuFuncGetParamInfo(function, i, &offset, &size)
             else:
                 code = driver.cuKernelGetParamInfo(kern, i, &offset, &size)
-            if code != CUDA_SUCCESS:  # past the last one
+            if code != CUDA_SUCCESS:  # past the last one: CUDA_ERROR_INVALID_VALUE
                 break
             layout.append((offset, size))
             i += 1
-        known = (name.decode(errors="replace") if name != NULL else "?", tuple(layout))
+        known = (name.decode(errors="replace") if name != NULL else "?", tuple(layout), code)
         self.kernels[key] = known
         return known
 

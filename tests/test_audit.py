@@ -137,6 +137,16 @@ def test_a_node_that_cannot_be_read_is_listed_and_the_rest_is_read(cuda, stream,
     assert "not read: kernel (node 0)" in str(seen)
 
 
+@pytest.mark.parametrize("nth", [1, 2], ids=["the first", "a later one"])
+def test_a_kernel_whose_parameters_the_driver_does_not_tell_is_listed(cuda, stream, torch_memory, nth):
+    a = torch_memory.array(512)
+    with stream.capture() as capture:
+        stream.kernel("add", 7, a.address)
+    cuda.fail("cuFuncGetParamInfo", nth, 999)
+    assert look(capture.graph, torch_memory).unread == [((0,), "kernel", "cuFuncGetParamInfo: 999")]
+    assert look(capture.graph, torch_memory).unread == []  # the control
+
+
 def test_a_graph_whose_nodes_the_driver_refuses_is_an_error(cuda, stream, torch_memory):
     with stream.capture() as capture:
         stream.kernel()
