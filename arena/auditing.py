@@ -450,6 +450,7 @@ class _Owners:
                 self.owners, self.born = owners, birth
                 self._began = "captured" if managed else "retained"
         self._ranges: list[tuple[int, int, int]] | None = None
+        self._now: dict[int, dict[int, int]] = {}  # by owner: one may have the memory of many nodes
 
     def holding(self, address: int, size: int) -> tuple[int, int, str] | None:
         """(number, address that it has, words) of the first owner with memory in that range."""
@@ -464,13 +465,15 @@ class _Owners:
         return None
 
     def moved(self, at: int, address: int) -> tuple[str, str] | None:
-        """What to tell of an owner that had memory at that address, if it has not any more."""
+        """What to tell of an owner that had memory at that address, if neither it nor another has it any more."""
         if at >= len(self.owners):
             return None  # the list is gone, and with it the graph
-        ranges = memory_of(self.owners[at])
-        if any(start == address for start, _ in ranges):
+        if at not in self._now:
+            self._now[at] = dict(memory_of(self.owners[at]))
+        ranges = self._now[at]
+        if address in ranges or self.holding(address, 1) is not None:
             return None
-        there = ", ".join(f"{start:#x}" for start, _ in ranges) or "nowhere"
+        there = ", ".join(f"{start:#x}" for start in ranges) or "nowhere"
         return "moved", f"owner {at}, {name_of(self.owners[at])}, is at {there} now"
 
 

@@ -12,7 +12,7 @@ import pytest
 from planted import Allocator, Array
 
 import arena
-from arena import _audit, captures, memory, watching
+from arena import _audit, auditing, captures, memory, watching
 from arena.memory import Ranges, bytes_of, memory_of, name_of
 
 
@@ -418,6 +418,33 @@ def test_an_owner_that_has_other_memory_now_has_moved(stream, torch_memory):
     [finding] = seen.check()
     assert (finding.what, finding.address) == ("moved", kept.address)
     assert f"{plan.buffer.address:#x}" in finding.detail
+
+
+def test_what_one_owner_gave_up_and_another_has_is_held(stream, torch_memory):
+    class Plan:
+        def __init__(self):
+            self.buffer = torch_memory.array(512)
+
+    plan = Plan()
+    with stream.capture() as capture:
+        arena.retain(plan)
+        arena.retain(plan.buffer)
+        stream.kernel("add", plan.buffer.address)
+    seen = look(capture.graph, torch_memory)
+    plan.buffer = torch_memory.array(512)
+    assert seen.check() == []
+
+
+def test_an_owner_of_much_memory_is_searched_once_a_check(stream, torch_memory, monkeypatch):
+    arrays = [torch_memory.array(512) for _ in range(20)]
+    with stream.capture() as capture:
+        arena.retain(arrays)
+        for each in arrays:
+            stream.kernel("add", each.address)
+    seen = look(capture.graph, torch_memory)
+    asked = []
+    monkeypatch.setattr(auditing, "memory_of", lambda owner: asked.append(owner) or memory_of(owner))
+    assert (len(seen.held), seen.check(), asked) == (20, [], [arrays])
 
 
 def test_what_is_freed_elsewhere_is_no_finding(stream, torch_memory):
