@@ -216,6 +216,7 @@ class Audit:
         blocks = sorted(source.blocks())
         events, self.exact = source.events(since) if since else ([], False)
         owners = _Owners(capture)
+        self._owned = owners.alive
         inside, outside = nodes.where(array("Q", (b.address for b in blocks)), array("Q", (b.address + b.size for b in blocks)))
         witness = _Witness(events, alive)
         for number, words in inside.items():
@@ -317,7 +318,8 @@ class Audit:
     def check(self) -> list[Finding]:
         """Looks again, between replays: what is not any more what was captured.
 
-        Where nothing was freed in the process since the last look, that is all it costs to know it. A block of torch that was
+        Where nothing was freed in the process since the last look, that is all it costs to know it. Nothing is looked at once
+        the graph is dead, which is known of one that retains owners. A block of torch that was
         freed and handed out again at the same place, with the same size, is seen only if the allocator's history is kept
         (`exact`), or if a look fell between the two.
 
@@ -332,6 +334,9 @@ class Audit:
         return self.findings
 
     def _check(self) -> None:
+        owners = _Owners(self._capture)
+        if self._owned and not owners.alive:
+            return  # the graph is dead: what it used may go
         freed, since = self._source.freed(), now()
         blocks: Ranges | None = None
         again = any(each.gone and each.torch for each in self._tracked)
@@ -345,7 +350,6 @@ class Audit:
                 by_start = {each.address: each for each in now_there}
                 blocks = Ranges((each.address, each.size) for each in now_there)
             self._freed, self._since = freed, since
-        owners = _Owners(self._capture)
         left = []
         for each in self._tracked:
             finding: tuple[str, str] | None = None
@@ -443,11 +447,12 @@ class _Owners:
 
     def __init__(self, capture: int | None) -> None:
         self.owners: tuple[Any, ...] = ()
+        self.alive = False  # a graph that retained nothing has no list to tell by
         self.born: Any = None
         self._began = ""  # what was done where it was born
         for number, _, managed, _, owners, _, birth in _registry.lists() if capture is not None else ():
             if number == capture:
-                self.owners, self.born = owners, birth
+                self.owners, self.alive, self.born = owners, True, birth
                 self._began = "captured" if managed else "retained"
         self._ranges: list[tuple[int, int, int]] | None = None
         self._now: dict[int, dict[int, int]] = {}  # by owner: one may have the memory of many nodes
@@ -467,7 +472,7 @@ class _Owners:
     def moved(self, at: int, address: int) -> tuple[str, str] | None:
         """What to tell of an owner that had memory at that address, if neither it nor another has it any more."""
         if at >= len(self.owners):
-            return None  # the list is gone, and with it the graph
+            return None  # another list of the same capture
         if at not in self._now:
             self._now[at] = dict(memory_of(self.owners[at]))
         ranges = self._now[at]

@@ -457,15 +457,20 @@ def test_what_is_freed_elsewhere_is_no_finding(stream, torch_memory):
     assert seen.check() == []
 
 
-def test_a_check_of_a_graph_that_died_is_harmless(stream, torch_memory):
-    scratch = torch_memory.array(512)
+def test_what_a_dead_graph_used_may_go(stream, torch_memory):
+    scratch, external = torch_memory.array(512), torch_memory.array(512)
     with stream.capture() as capture:
         arena.retain(scratch)
-        stream.kernel("add", scratch.address)
+        stream.kernel("add", scratch.address, external.address)
     seen = look(capture.graph, torch_memory)
+    executable = capture.graph.instantiate()
     capture.graph.destroy()
+    external.free()
+    assert [each.address for each in seen.check()] == [external.address]  # the control: an executable would read it
+    executable.destroy()
     arena.reclaim(1)
-    assert seen.check() == []
+    scratch.free()
+    assert [each.address for each in seen.check()] == [external.address]
 
 
 # ---- modes: what arena.torch does at captures and replays ----
