@@ -244,12 +244,13 @@ class Audit:
             else:
                 self._put("possible", f"a free block of {where}", block.address, block.size, block.segment, words)
             return
-        if found is not None:
+        holder = owners.holding(block.address, block.size)
+        # What the graph retains may well have been allocated where something was freed during the capture.
+        if found is not None and holder is None:
             self._find("handed out again", block.address, block.size, words, f"freed during the capture, used again in {where}")
             return
         tracked = _Tracked(block.address, block.size, block.requested, _id_at(block.address), words, True)
         self._tracked.append(tracked)
-        holder = owners.holding(block.address, block.size)
         if holder is not None:
             tracked.owner = holder[:2]
             self._put("held", holder[2], block.address, block.size, block.segment, words)

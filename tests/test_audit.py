@@ -251,6 +251,20 @@ def test_a_block_that_went_during_the_capture_and_was_handed_out_again_is_found(
     assert [each.what for each in graph.audit.findings] == ["handed out again"]
 
 
+def test_what_the_graph_retains_is_held_though_others_had_its_bytes_during_the_capture(stream, torch_memory):
+    before = torch_memory.array(512)
+    with audited(stream, torch_memory) as graph:
+        before.free()
+        scratch = torch_memory.array(512)
+        arena.retain(scratch, stream)
+        stream.kernel("add", scratch.address)
+    assert scratch.address == before.address
+    assert (graph.audit.findings, [each.address for each in graph.audit.held]) == ([], [scratch.address])
+    assert graph.audit.check() == []
+    scratch.free()
+    assert [each.what for each in graph.audit.check()] == ["freed"]
+
+
 def test_a_segment_that_went_back_to_the_driver_during_the_capture_is_found(stream, torch_memory):
     scratch = torch_memory.array(512)
     with audited(stream, torch_memory) as graph:
