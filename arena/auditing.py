@@ -259,32 +259,32 @@ class Audit:
 
     def _sort_rest(self, outside: dict[int, list[int]], owners: _Owners, witness: _Witness, windows: set[int]) -> None:
         """Words that lie in no block of the allocator."""
-        ranges: dict[int, tuple[tuple[int, int, int, int, int, int], list[int]]] = {}
+        ranges: dict[tuple[int, tuple[int, int, str] | None], list[int]] = {}  # words by (allocation, owner): others may share it
         unknown: dict[int, list[int]] = {}
-        known: list[tuple[int, int]] = []
+        allocations: dict[int, tuple[int, int, int, int, int, int]] = {}  # by start
+        start = end = 0
         for value, words in sorted(outside.items()):
-            if known and known[-1][0] <= value < known[-1][1]:
-                ranges[known[-1][0]][1].extend(words)
+            if not start <= value < end:
+                told = _audit.pointed(value)
+                if told is None:
+                    unknown[value] = words
+                    continue
+                start, end = told[1], told[1] + told[2]
+                allocations[start] = told
+                windows.add(start >> 36)
+            ranges.setdefault((start, owners.holding(value, 1)), []).extend(words)
+        for (start, holder), words in ranges.items():
+            kind, _, size, number, device, _ = allocations[start]
+            if holder is None and witness.freed(self._values(words)) is not None:
+                self._find("handed out again", start, size, words, "freed during the capture; the driver has given it to another")
                 continue
-            told = _audit.pointed(value)
-            if told is None:
-                unknown[value] = words
-                continue
-            start = told[1]
-            known.append((start, start + told[2]))
-            ranges.setdefault(start, (told, []))[1].extend(words)
-            windows.add(start >> 36)
-        for start, (told, words) in ranges.items():
-            kind, _, size, number, device, _ = told
-            holder = owners.holding(start, size)
-            tracked = _Tracked(start, size, size, number, words, False, holder[:2] if holder else None)
+            self._tracked.append(_Tracked(start, size, size, number, words, False, holder[:2] if holder else None))
             if holder is not None:
                 self._put("held", holder[2], start, size, start, words)
             elif kind == HOST:
                 self._put("host", "page-locked host memory", start, size, start, words)
             else:
                 self._put("foreign", f"device {device}'s, not torch's", start, size, start, words)
-            self._tracked.append(tracked)
         for value, words in unknown.items():
             found = witness.freed([value])
             if found is not None:
@@ -461,8 +461,12 @@ class _Owners:
     def holding(self, address: int, size: int) -> tuple[int, int, str] | None:
         """(number, address that it has, words) of the first owner with memory in that range."""
         if self._ranges is None:
-            self._ranges = sorted((a, at, n) for at, owner in enumerate(self.owners) for a, n in memory_of(owner))
-        # An owner's memory begins in the block that it is in; else it is the one before, if that is large.
+            self._ranges, end = [], 0
+            for start, less, at in sorted((a, -n, at) for at, owner in enumerate(self.owners) for a, n in memory_of(owner)):
+                if start - less > end:  # else a part of one before: a view
+                    end = start - less
+                    self._ranges.append((start, at, -less))
+        # So their ends are in order, too: of those that begin before, the last reaches farthest.
         number = bisect_left(self._ranges, (address,))
         for start, at, bytes in self._ranges[max(number - 1, 0) : number + 1]:
             if start < address + size and address < start + bytes:

@@ -259,12 +259,20 @@ def _own(thing: Any) -> tuple[int, int] | None:
             if isinstance(thing, torch.UntypedStorage):
                 return thing.data_ptr(), thing.nbytes()
         if hasattr(type(thing), "__cuda_array_interface__"):
-            interface = thing.__cuda_array_interface__
-            size = int(interface["typestr"][2:])
-            return interface["data"][0], size * math.prod(interface["shape"])
+            return _extent(thing.__cuda_array_interface__)
     except Exception:  # a fake tensor, a freed array, a torch that is half imported
         return None
     return None
+
+
+def _extent(interface: dict[str, Any]) -> tuple[int, int]:
+    """The range from an array's first byte to its last: with strides there are gaps, and the first element may lie at its end."""
+    start, size, shape = interface["data"][0], int(interface["typestr"][2:]), interface["shape"]
+    strides = interface.get("strides")
+    if strides is None or 0 in shape:
+        return start, size * math.prod(shape)
+    steps = [(count - 1) * stride for count, stride in zip(shape, strides, strict=True)]
+    return start + sum(each for each in steps if each < 0), sum(map(abs, steps)) + size
 
 
 def _parts(thing: Any) -> Iterator[Any]:

@@ -274,6 +274,43 @@ def test_a_segment_that_went_back_to_the_driver_during_the_capture_is_found(stre
     assert [(each.what, each.bytes) for each in graph.audit.findings] == [("freed", 512)]
 
 
+def test_a_segment_that_the_driver_gave_to_another_library_during_the_capture_is_found(cuda, stream, torch_memory):
+    scratch, kept = torch_memory.array(512), torch_memory.array(1024)
+    with audited(stream, torch_memory) as graph:
+        stream.kernel("add", scratch.address, kept.address)
+        scratch.free()
+        torch_memory.empty_cache()
+        theirs = cuda.plant(512), cuda.plant(4096)
+        stream.kernel("mul", theirs[1])
+    assert theirs[0] == scratch.address
+    assert [(each.what, each.address) for each in graph.audit.findings] == [("handed out again", scratch.address)]
+    assert [each.address for each in graph.audit.foreign] == [theirs[1]]
+
+
+def test_an_owner_holds_its_part_of_anothers_allocation_and_no_more(cuda, stream, torch_memory):
+    """As pools of other libraries hand out pieces of what the driver gave them."""
+    chunk = cuda.plant(1 << 20)
+    mine, theirs = Array(None, chunk, 512), Array(None, chunk + 512, 512)
+    with stream.capture() as capture:
+        arena.retain(mine)
+        stream.kernel("add", theirs.address, mine.address + 8, theirs.address + 8)
+    seen = look(capture.graph, torch_memory)
+    assert [(each.by.split(",")[0], [use.parameter for use in each.uses]) for each in seen.held] == [("owner 0", [1])]
+    assert [[use.parameter for use in each.uses] for each in seen.foreign] == [[0, 2]]
+    cuda.unplant(chunk)
+    assert sorted(each.uses[0].parameter for each in seen.check()) == [0, 1]
+
+
+def test_behind_a_view_that_is_retained_too_the_whole_still_holds(cuda, stream, torch_memory):
+    chunk = cuda.plant(1 << 20)
+    with stream.capture() as capture:
+        for each in (Array(None, chunk + 512, 512), Array(None, chunk, 4096)):
+            arena.retain(each)
+        stream.kernel("add", chunk + 600, chunk + 2048)
+    assert states(look(capture.graph, torch_memory))["foreign"] == 0
+    assert [each.by.split(",")[0] for each in look(capture.graph, torch_memory).held] == ["owner 1"]
+
+
 def test_a_free_block_of_a_pool_may_be_the_graphs_own_where_its_pool_is_unknown(stream, torch_memory):
     block = torch_memory.array(512, pool=(1, 3))
     with stream.capture() as capture:
@@ -601,6 +638,24 @@ def test_a_tensor_owns_its_whole_storage():
     base = torch.zeros(1024)
     assert memory_of(base[100:200]) == [(base.untyped_storage().data_ptr(), 4096)] == memory_of(base.untyped_storage())
     assert name_of(base[100:200]) == "Tensor float32[100]"
+
+
+@pytest.mark.parametrize(
+    ("data", "shape", "strides", "extent"),
+    [
+        (1000, (4, 8), None, (1000, 128)),
+        (1000, (4, 8), (64, 4), (1000, 3 * 64 + 7 * 4 + 4)),
+        (1124, (32,), (-4,), (1000, 128)),
+        (1000, (), (), (1000, 4)),
+        (1000, (0, 8), (32, 4), (1000, 0)),
+    ],
+    ids=["dense", "strided", "backwards", "a number", "empty"],
+)
+def test_an_array_reaches_from_its_first_byte_to_its_last(data, shape, strides, extent):
+    class Strided:
+        __cuda_array_interface__ = {"data": (data, False), "shape": shape, "strides": strides, "typestr": "<f4", "version": 3}
+
+    assert memory_of(Strided()) == ([extent] if extent[1] else [])
 
 
 def test_an_owner_that_cannot_be_asked_is_no_failure():
