@@ -135,10 +135,10 @@ def audit(
         AuditError: The graph's template is not kept or was not captured.
         DriverError: There is no driver, it is older than CUDA 12.4, or it does not know the graph.
     """
-    handle, own, number = _handle_of(graph)
+    handle, own, number, known = _handle_of(graph)
     if capture is None:
         capture = number
-    if capture is None:
+    if capture is None and not known:
         capture = max((each[0] for each in _registry.lists() if each[1] == handle), default=None)
     noted = captures.of(capture)
     mode = _registry.enter_relaxed()
@@ -155,8 +155,8 @@ def audit(
         _registry.leave_relaxed(mode)
 
 
-def _handle_of(graph: Any) -> tuple[int, tuple[int, int] | None, int | None]:
-    """(CUgraph, pool, capture id), the last two where the graph can tell."""
+def _handle_of(graph: Any) -> tuple[int, tuple[int, int] | None, int | None, bool]:
+    """(CUgraph, pool, capture id, whether that None means that it has no owners), where the graph can tell."""
     if hasattr(graph, "raw_cuda_graph"):
         try:
             handle = graph.raw_cuda_graph()
@@ -166,13 +166,14 @@ def _handle_of(graph: Any) -> tuple[int, tuple[int, int] | None, int | None]:
                 f"reads it at the end of the capture): {error}"
             ) from error
         held = getattr(graph, "_arena_capture", None)
-        return int(handle), captures.pool_of(graph), held.id if held is not None else None
+        begun = "_arena_capture" in getattr(graph, "__dict__", ())
+        return int(handle), captures.pool_of(graph), held.id if held is not None else None, begun
     handle = getattr(graph, "handle", graph)
     if isinstance(handle, bool) or not hasattr(handle, "__int__") or isinstance(handle, (str, float)):
         raise TypeError(f"a graph is a torch.cuda.CUDAGraph, has a handle or is one, as an int; got {type(graph).__name__}")
     if int(handle) <= 0:
         raise TypeError(f"{int(handle)} is not a graph handle")
-    return int(handle), None, None
+    return int(handle), None, None, False
 
 
 class Audit:

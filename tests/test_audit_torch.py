@@ -175,6 +175,21 @@ def test_a_kept_graph_can_be_audited_by_hand(cuda, graphs, torch_memory):
     assert f"#{graph._arena_capture.id}" in seen.name
 
 
+def test_a_graph_without_owners_is_not_given_those_of_another_with_its_handle(cuda, graphs, torch_memory, monkeypatch):
+    """The other's template is gone, and its handle was given out again; its executable, and so its owners, live."""
+    stream, scratch = cuda.Stream(), torch_memory.array(512)
+    other, graph = graphs.CUDAGraph(), graphs.CUDAGraph(keep_graph=True)
+    with capturing(other, stream):
+        arena.retain(scratch)
+    with capturing(graph, stream):
+        stream.kernel("add", scratch.address)
+    lists = [(each[0], graph.raw_cuda_graph(), *each[2:]) for each in arena._registry.lists()]
+    monkeypatch.setattr(arena._registry, "lists", lambda: lists)
+    seen = arena.audit(graph)
+    assert (seen.held, [each.address for each in seen.external]) == ([], [scratch.address])
+    assert arena.audit(graph.raw_cuda_graph()).held  # the control: of a raw handle nothing more is known
+
+
 def test_an_audited_graph_dies_when_it_is_dropped(cuda, graphs, torch_memory, mode):
     stream = cuda.Stream()
     graph = graphs.CUDAGraph()
