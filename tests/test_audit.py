@@ -5,6 +5,7 @@ import contextlib
 import gc
 import subprocess
 import sys
+import threading
 import warnings
 import weakref
 
@@ -575,6 +576,24 @@ def test_only_audited_graphs_pay_at_replay_and_none_is_kept_alive_by_it(stream, 
 def test_checks_come_first_and_then_now_and_then():
     due = watching.checks(3, 4)
     assert [next(due) for _ in range(12)] == [1, 1, 1, 0, 0, 0, 1, 0, 0, 0, 1, 0]
+
+
+def test_threads_that_replay_at_once_each_get_an_answer():
+    due, answers, interval = watching.checks(3, 10), [], sys.getswitchinterval()
+
+    def replay():
+        answers.append(sum(next(due) for _ in range(500_000)))
+
+    threads = [threading.Thread(target=replay) for _ in range(4)]
+    sys.setswitchinterval(1e-6)
+    try:
+        for each in threads:
+            each.start()
+        for each in threads:
+            each.join(60)
+    finally:
+        sys.setswitchinterval(interval)
+    assert (len(answers), sum(answers)) == (4, 3 + (2_000_000 - 3) // 10)
 
 
 def test_an_audit_that_fails_takes_no_capture_and_no_replay_with_it(cuda, stream, torch_memory, monkeypatch, caplog):
