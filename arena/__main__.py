@@ -256,7 +256,8 @@ def audit(script: str, arguments: list[str]) -> int:
     audits = watching.mode.collected
     found = 0
     for graph, each in audits:
-        if kept and graph() is not None:  # what a graph used may go with it; a failed script's are being torn down
+        # What a graph used may go with it, or with this capture of it; a failed script's are being torn down.
+        if kept and getattr(graph(), "_arena_audit", None) is each:
             each.check()
         found += len(each.findings)
         print(each)

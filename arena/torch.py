@@ -168,6 +168,7 @@ def instantiate(self: Any, original: Original) -> None:
 
 def reset(self: Any, original: Original) -> None:
     held, self._arena_capture = self._arena_capture, None
+    watching.forget(self)
     mode = _registry.enter_relaxed()  # or the destruction of the executable breaks every global-mode capture
     try:
         original(self)

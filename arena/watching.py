@@ -63,9 +63,7 @@ def action_for(graph: Any) -> str | None:
 
 def began(graph: Any, source: Callable[[], Allocator] | None = None) -> Any:
     """A capture is about to begin. What it returns goes to `ending`; None: it is not audited."""
-    if getattr(graph, "_arena_audit", None) is not None:  # of its last capture
-        del graph._arena_audit
-        vars(graph).pop("replay", None)
+    forget(graph)
     if action_for(graph) is None:
         return None
     try:
@@ -75,6 +73,13 @@ def began(graph: Any, source: Callable[[], Allocator] | None = None) -> Any:
     except Exception:
         log.warning("this capture is not audited", exc_info=True)
         return None
+
+
+def forget(graph: Any) -> None:
+    """What was captured and audited is gone: the graph was reset, or is captured again."""
+    if getattr(graph, "_arena_audit", None) is not None:
+        del graph._arena_audit
+        vars(graph).pop("replay", None)
 
 
 def ending(started: Any, stream: Any = None) -> Any:

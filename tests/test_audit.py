@@ -730,12 +730,18 @@ with simulated_driver() as cuda:
     watching.ended(graph, read)
     if sys.argv[1] == "dropped": scratch.free()
     if sys.argv[1] == "both gone": del graph; scratch.free()
+    elif sys.argv[1] == "captured again":
+        begun = watching.began(graph, lambda: source)
+        with stream.capture() as capture:
+            read = watching.ending(begun, stream)
+        watching.ended(graph, read)
+        scratch.free()
     else: graph.replay()
     if sys.argv[1] == "exits": sys.exit(3)
 """
 
 
-@pytest.mark.parametrize(("case", "code"), [("dropped", 1), ("kept", 0), ("both gone", 0), ("exits", 3)])
+@pytest.mark.parametrize(("case", "code"), [("dropped", 1), ("kept", 0), ("both gone", 0), ("captured again", 0), ("exits", 3)])
 def test_the_command_prints_the_findings_and_its_exit_code_says_so(tmp_path, case, code):
     from conftest import TESTS
 
@@ -746,7 +752,8 @@ def test_the_command_prints_the_findings_and_its_exit_code_says_so(tmp_path, cas
     environment = {**os.environ, "PYTHONPATH": f"{TESTS}{os.pathsep}{TESTS.parent}"}
     done = subprocess.run(command, capture_output=True, text=True, timeout=100, env=environment, check=False)
     assert done.returncode == code, done.stdout + done.stderr
-    assert f"1 graph audited, {int(case == 'dropped')} finding" in done.stdout
+    audited = "2 graphs" if case == "captured again" else "1 graph"
+    assert f"{audited} audited, {int(case == 'dropped')} finding" in done.stdout
     assert ("freed: 0x" in done.stdout) == (case == "dropped")
 
 

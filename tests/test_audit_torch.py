@@ -233,6 +233,20 @@ def test_the_context_does_not_pretend_to_audit_what_it_cannot():
         arena.torch.graph(object(), audit="warn")
 
 
+def test_a_graph_that_was_reset_is_not_checked_any_more(cuda, graphs, torch_memory, mode):
+    stream, scratch = cuda.Stream(), torch_memory.array(512)
+    graph = graphs.CUDAGraph()
+    with capturing(graph, stream):
+        stream.kernel("add", scratch.address)
+    graph.reset()
+    scratch.free()
+    assert not hasattr(graph, "_arena_audit")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        with standin.current(stream), pytest.raises(AttributeError):  # as the stand-in fails for it, and no finding
+            graph.replay()
+
+
 def test_a_graph_that_is_captured_again_without_an_audit_is_not_checked_any_more(cuda, graphs, torch_memory, mode):
     stream, scratch = cuda.Stream(), torch_memory.array(512)
     graph = graphs.CUDAGraph()
