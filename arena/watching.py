@@ -38,7 +38,7 @@ class Mode:
     def parse(cls, text: str) -> Mode:
         """From ARENA_AUDIT: "warn", "raise", or with the number of replays between checks, "warn:1000"."""
         action, _, every = text.partition(":")
-        if action not in ("warn", "raise", "collect") or (every and not (every.isdecimal() and int(every) > 0)):
+        if action not in ("warn", "raise") or (every and not (every.isdecimal() and int(every) > 0)):
             raise ValueError(f"ARENA_AUDIT is {text!r}, not 'warn' or 'raise', perhaps with ':' and a number of replays")
         return cls(action, every=int(every)) if every else cls(action)
 
@@ -116,7 +116,7 @@ def ended(graph: Any, read: Any) -> None:
         return
     finally:
         _registry.leave_relaxed(relaxed)
-    if action_for(graph) == "collect":
+    if "collect" in (mode.action, action_for(graph)):  # what a graph was told itself does not hide it from who collects
         mode.collected.append((weakref.ref(graph), seen))
     if action_for(graph) == "warn":
         tell(graph, seen)

@@ -617,7 +617,7 @@ def test_the_mode_is_read_from_the_environment(monkeypatch, text, action, every)
     assert (mode.action, mode.every) == (action, every)
 
 
-@pytest.mark.parametrize("text", ["loud", "warn:0", "warn:often", ":5"])
+@pytest.mark.parametrize("text", ["loud", "collect", "warn:0", "warn:often", ":5"])
 def test_a_mode_that_is_none_is_told_and_audits_nothing(monkeypatch, caplog, text):
     monkeypatch.setenv("ARENA_AUDIT", text)
     assert watching._from_environment().action is None
@@ -723,12 +723,13 @@ with simulated_driver() as cuda:
         def pool(self): raise RuntimeError
         def replay(self): pass
     graph = Graph()
+    if sys.argv[1] == "warns": graph._arena_audit_mode = "warn"  # as arena.torch.graph(audit="warn") does
     begun = watching.began(graph, lambda: source)
     with stream.capture() as capture:
         stream.kernel("add", scratch.address)
         read = watching.ending(begun, stream)
     watching.ended(graph, read)
-    if sys.argv[1] == "dropped": scratch.free()
+    if sys.argv[1] in ("dropped", "warns"): scratch.free()
     if sys.argv[1] == "both gone": del graph; scratch.free()
     elif sys.argv[1] == "captured again":
         begun = watching.began(graph, lambda: source)
@@ -741,7 +742,10 @@ with simulated_driver() as cuda:
 """
 
 
-@pytest.mark.parametrize(("case", "code"), [("dropped", 1), ("kept", 0), ("both gone", 0), ("captured again", 0), ("exits", 3)])
+CASES = {"dropped": 1, "warns": 1, "kept": 0, "both gone": 0, "captured again": 0, "exits": 3}
+
+
+@pytest.mark.parametrize(("case", "code"), CASES.items(), ids=CASES)
 def test_the_command_prints_the_findings_and_its_exit_code_says_so(tmp_path, case, code):
     from conftest import TESTS
 
@@ -753,8 +757,8 @@ def test_the_command_prints_the_findings_and_its_exit_code_says_so(tmp_path, cas
     done = subprocess.run(command, capture_output=True, text=True, timeout=100, env=environment, check=False)
     assert done.returncode == code, done.stdout + done.stderr
     audited = "2 graphs" if case == "captured again" else "1 graph"
-    assert f"{audited} audited, {int(case == 'dropped')} finding" in done.stdout
-    assert ("freed: 0x" in done.stdout) == (case == "dropped")
+    assert f"{audited} audited, {int(case in ('dropped', 'warns'))} finding" in done.stdout
+    assert ("freed: 0x" in done.stdout) == (case in ("dropped", "warns"))
 
 
 def test_arrays_here_are_what_an_owner_is():
