@@ -79,7 +79,8 @@ def forget(graph: Any) -> None:
     """What was captured and audited is gone: the graph was reset, or is captured again."""
     if getattr(graph, "_arena_audit", None) is not None:
         del graph._arena_audit
-        vars(graph).pop("replay", None)
+        for name in ("replay", "_arena_audit_untold"):
+            vars(graph).pop(name, None)
 
 
 def ending(started: Any, stream: Any = None) -> Any:
@@ -119,7 +120,10 @@ def ended(graph: Any, read: Any) -> None:
     if "collect" in (mode.action, action_for(graph)):  # what a graph was told itself does not hide it from who collects
         mode.collected.append((weakref.ref(graph), seen))
     if action_for(graph) == "warn":
-        tell(graph, seen)
+        try:
+            tell(graph, seen)
+        except Exception:  # a filter makes errors of warnings; an error here would leave torch's context half ended
+            graph._arena_audit_untold = True
 
 
 def tell(graph: Any, seen: Audit) -> None:
@@ -140,7 +144,7 @@ def tell(graph: Any, seen: Audit) -> None:
 def tell_if_raising(graph: Any) -> None:
     """After the capture's context has ended: raises what an exception inside `capture_end` would have left half done."""
     seen = getattr(graph, "_arena_audit", None)
-    if seen is not None and action_for(graph) == "raise":
+    if seen is not None and (vars(graph).pop("_arena_audit_untold", False) or action_for(graph) == "raise"):
         tell(graph, seen)
 
 

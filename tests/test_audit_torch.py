@@ -155,6 +155,37 @@ def test_the_context_raises_once_torch_has_put_all_back(cuda, graphs, torch_memo
     assert left == [(None, None, None)]
 
 
+def test_a_warning_that_is_an_error_is_raised_by_the_context_or_by_the_first_replay(cuda, graphs, torch_memory, mode):
+    stream, scratch = cuda.Stream(), torch_memory.array(512)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        graph = graphs.CUDAGraph()
+        with capturing(graph, stream):  # an error in here would be capture_end's
+            stream.kernel("add", scratch.address)
+            scratch.free()
+        context = type("Context", (), {"cuda_graph": graph})()
+        with pytest.raises(arena.AuditWarning, match="kernel add"):
+            arena.torch.leave(context, lambda self, *exc: None, None, None, None)
+        arena.torch.leave(context, lambda self, *exc: None, None, None, None)  # once
+        with standin.current(stream):
+            with pytest.raises(arena.AuditWarning, match="kernel add"):
+                graph.replay()
+            graph.replay()
+
+
+def test_the_bodys_own_error_is_not_lost_behind_a_finding(cuda, graphs, torch_memory, mode):
+    mode.action = "raise"
+    stream, scratch = cuda.Stream(), torch_memory.array(512)
+    graph = graphs.CUDAGraph()
+    with capturing(graph, stream):
+        stream.kernel("add", scratch.address)
+        scratch.free()
+    context, error = type("Context", (), {"cuda_graph": graph})(), ValueError("the body's")
+    arena.torch.leave(context, lambda self, *exc: None, ValueError, error, None)
+    with pytest.raises(arena.AuditError):  # the control
+        arena.torch.leave(context, lambda self, *exc: None, None, None, None)
+
+
 def test_a_graph_that_is_not_kept_says_how_it_can_be_audited(cuda, graphs, torch_memory):
     stream = cuda.Stream()
     graph = graphs.CUDAGraph()
