@@ -5,13 +5,15 @@ all is as it should be. For people: nothing imports this."""
 from __future__ import annotations
 
 import argparse
+import builtins
 import gc
 import importlib.metadata
+import os
 import platform
-import runpy
 import sys
 import time
 import traceback
+import types
 import weakref
 from pathlib import Path
 from typing import Any
@@ -222,19 +224,35 @@ def verdict(true: bool) -> int:
 # ---- audit and report ----
 
 
-def run_script(script: str, arguments: list[str]) -> tuple[dict[str, Any], int]:
-    """Runs it as `python script arguments` would. Returns its globals, which keep its graphs alive, and its exit code."""
-    sys.argv = [script, *arguments]
-    sys.path.insert(0, str(Path(script).resolve().parent))
+def run_script(script: str, arguments: list[str]) -> tuple[types.ModuleType | None, int]:
+    """Runs it as `python script arguments` would: its `__main__` is there to stay, and with it the graphs in it.
+
+    Returns:
+        That module, None if the script failed, and its exit code. A child that it forked ends here: its parent tells.
+
+    Raises:
+        OSError: The script cannot be read.
+    """
+    path, process = Path(script).absolute(), os.getpid()
+    source = path.read_bytes()
+    module = types.ModuleType("__main__")
+    module.__file__, vars(module)["__builtins__"] = str(path), builtins
+    sys.modules["__main__"], sys.argv = module, [script, *arguments]
+    if not getattr(sys.flags, "safe_path", False):
+        sys.path[0] = str(path.resolve().parent)  # in the place of the folder that `python -m` puts there
+    code, ended = 0, True
     try:
-        return runpy.run_path(script, run_name="__main__"), 0
+        exec(compile(source, path, "exec", dont_inherit=True), vars(module))
     except SystemExit as end:
         if end.code is not None and not isinstance(end.code, int):
             print(end.code, file=sys.stderr)
-        return {}, end.code if isinstance(end.code, int) else int(end.code is not None)
-    except BaseException:
-        traceback.print_exc()
-        return {}, 1
+        code = end.code if isinstance(end.code, int) else int(end.code is not None)
+    except BaseException as error:
+        traceback.print_exception(type(error), error, error.__traceback__ and error.__traceback__.tb_next)  # not this frame
+        code, ended = 1, False
+    if os.getpid() != process:
+        sys.exit(code)
+    return module if ended else None, code
 
 
 def manage_torch() -> None:
@@ -247,7 +265,8 @@ def manage_torch() -> None:
 
 
 def audit(script: str, arguments: list[str]) -> int:
-    """Runs a script, audits each graph as its capture ends, and checks each at replays and at the end."""
+    """Runs a script, audits each graph as its capture ends, and checks each at replays and at the end. What it found goes to
+    stderr: stdout is the script's."""
     from arena import watching
 
     watching.mode = watching.Mode("collect")
@@ -257,13 +276,13 @@ def audit(script: str, arguments: list[str]) -> int:
     found = 0
     for graph, each in audits:
         # What a graph used may go with it, or with this capture of it; a failed script's are being torn down.
-        if kept and getattr(graph(), "_arena_audit", None) is each:
+        if kept is not None and getattr(graph(), "_arena_audit", None) is each:
             each.check()
         found += len(each.findings)
-        print(each)
-    print(f"{len(audits)} graph{'s' * (len(audits) != 1)} audited, {found} finding{'s' * (found != 1)}")
+        print(each, file=sys.stderr)
+    print(f"{len(audits)} graph{'s' * (len(audits) != 1)} audited, {found} finding{'s' * (found != 1)}", file=sys.stderr)
     if not audits:
-        print("No capture was seen: torch.cuda.graph or CUDAGraph.capture_begin() begins one.")
+        print("No capture was seen: torch.cuda.graph or CUDAGraph.capture_begin() begins one.", file=sys.stderr)
     return 1 if found else code
 
 
@@ -275,7 +294,10 @@ def report(source: str, arguments: list[str], html: str | None, as_json: str | N
 
     code = 0
     if source.endswith(".json"):
-        told = reporting.Report.from_dict(json.loads(Path(source).read_text()))
+        try:
+            told = reporting.Report.from_dict(json.loads(Path(source).read_text(encoding="utf-8")))
+        except ValueError as error:
+            return refused(f"{source!r} is not a report that was saved with --json: {error}")
     else:
         manage_torch()
         kept, code = run_script(source, arguments)
@@ -287,6 +309,11 @@ def report(source: str, arguments: list[str], html: str | None, as_json: str | N
     if as_json:
         told.json(as_json)
     return code
+
+
+def refused(why: str) -> int:
+    print(f"python -m arena: {why}", file=sys.stderr)
+    return 2
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -302,10 +329,13 @@ def main(arguments: list[str] | None = None) -> int:
         verb.add_argument("script", help=what)
         verb.add_argument("arguments", nargs=argparse.REMAINDER, help="of the script")
     given = parser.parse_args(arguments)
-    if given.verb == "audit":
-        return audit(given.script, given.arguments)
-    if given.verb == "report":
-        return report(given.script, given.arguments, given.html, given.json)
+    try:
+        if given.verb == "audit":
+            return audit(given.script, given.arguments)
+        if given.verb == "report":
+            return report(given.script, given.arguments, given.html, given.json)
+    except OSError as error:  # not the script's own: that is told where it was run
+        return refused(str(error))
     return {"doctor": doctor, "demo": demo}[given.verb]()
 
 

@@ -260,7 +260,8 @@ class Audit:
 
     def _sort_rest(self, outside: dict[int, list[int]], owners: _Owners, witness: _Witness, windows: set[int]) -> None:
         """Words that lie in no block of the allocator."""
-        ranges: dict[tuple[int, tuple[int, int, str] | None], list[int]] = {}  # words by (allocation, owner): others may share it
+        # Words by allocation and owner: others may have pieces of the same.
+        ranges: dict[tuple[int, tuple[int, int, str] | None], list[int]] = {}
         unknown: dict[int, list[int]] = {}
         allocations: dict[int, tuple[int, int, int, int, int, int]] = {}  # by start
         start = end = 0
@@ -277,7 +278,7 @@ class Audit:
         for (start, holder), words in ranges.items():
             kind, _, size, number, device, _ = allocations[start]
             if holder is None and witness.freed(self._values(words)) is not None:
-                self._find("handed out again", start, size, words, "freed during the capture; the driver has given it to another")
+                self._find("handed out again", start, size, words, "freed during the capture, and then the driver's to give")
                 continue
             self._tracked.append(_Tracked(start, size, size, number, words, False, holder[:2] if holder else None))
             if holder is not None:

@@ -266,7 +266,7 @@ def _own(thing: Any) -> tuple[int, int] | None:
 
 
 def _extent(interface: dict[str, Any]) -> tuple[int, int]:
-    """The range from an array's first byte to its last: with strides there are gaps, and the first element may lie at its end."""
+    """(address, bytes) from an array's first byte to its last: strides leave gaps, and may be negative."""
     start, size, shape = interface["data"][0], int(interface["typestr"][2:]), interface["shape"]
     strides = interface.get("strides")
     if strides is None or 0 in shape:

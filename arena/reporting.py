@@ -98,10 +98,17 @@ class Report:
 
     @classmethod
     def from_dict(cls, told: dict[str, Any]) -> Report:
-        """From what `as_dict` gave, or `json`."""
+        """From what `as_dict` gave, or `json`.
+
+        Raises:
+            ValueError: Neither gave this.
+        """
         parts: dict[str, Any] = {"graphs": GraphReport, "slots": SlotReport, "lives": Life}
-        made: dict[str, Any] = {name: [kind(**each) for each in told[name]] for name, kind in parts.items()}
-        return cls(**{**told, **made})
+        try:
+            made: dict[str, Any] = {name: [kind(**each) for each in told[name]] for name, kind in parts.items()}
+            return cls(**{**told, **made})
+        except (TypeError, KeyError) as error:
+            raise ValueError(f"it has not the parts of a report ({type(error).__name__}: {error})") from error
 
     def json(self, path: str | Path | None = None) -> str:
         """As JSON; also written to `path`."""

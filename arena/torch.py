@@ -181,7 +181,7 @@ def reset(self: Any, original: Original) -> None:
 
 
 def leave(self: Any, original: Original, *exc: Any) -> Any:
-    """`torch.cuda.graph.__exit__`: what an audit found is raised once torch has put all back; never over the body's own error."""
+    """`torch.cuda.graph.__exit__`: what an audit found is raised once torch has put all back, and not over the body's error."""
     result = original(self, *exc)
     if not any(exc):
         watching.tell_if_raising(self.cuda_graph)

@@ -150,7 +150,11 @@ def tell_if_raising(graph: Any) -> None:
 
 def checks(first: int, every: int) -> Iterator[bool]:
     """For each replay, whether it is checked. No generator: two threads that replay at once may not both be in one."""
-    return map(lambda number: number < first or (number - first + 1) % every == 0, itertools.count())
+
+    def checked(number: int) -> bool:
+        return number < first or (number - first + 1) % every == 0
+
+    return map(checked, itertools.count())
 
 
 def _watch_replays(graph: Any, seen: Audit) -> None:

@@ -757,8 +757,9 @@ def test_the_command_prints_the_findings_and_its_exit_code_says_so(tmp_path, cas
     done = subprocess.run(command, capture_output=True, text=True, timeout=100, env=environment, check=False)
     assert done.returncode == code, done.stdout + done.stderr
     audited = "2 graphs" if case == "captured again" else "1 graph"
-    assert f"{audited} audited, {int(case in ('dropped', 'warns'))} finding" in done.stdout
-    assert ("freed: 0x" in done.stdout) == (case in ("dropped", "warns"))
+    assert f"{audited} audited, {int(case in ('dropped', 'warns'))} finding" in done.stderr
+    assert ("freed: 0x" in done.stderr) == (case in ("dropped", "warns"))
+    assert done.stdout == ""  # that is the script's
 
 
 def test_arrays_here_are_what_an_owner_is():

@@ -539,8 +539,8 @@ def test_the_command_finds_what_a_script_dropped(tmp_path, case, code):
     command = [sys.executable, "-m", "arena", "audit", str(tmp_path / "script.py"), case]
     done = subprocess.run(command, capture_output=True, text=True, timeout=100, check=False)
     assert done.returncode == code, done.stdout + done.stderr
-    assert f"1 graph audited, {code} finding" in done.stdout
-    assert ("parameter 2 at byte 16" in done.stdout) == (case == "drop"), done.stdout
+    assert f"1 graph audited, {code} finding" in done.stderr
+    assert ("parameter 2 at byte 16" in done.stderr) == (case == "drop"), done.stderr
 
 
 @pytest.mark.parametrize("action", ["warn", "raise"])

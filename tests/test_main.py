@@ -50,6 +50,73 @@ def test_doctor_and_demo_run_as_commands(tmp_path):
     assert run(cwd=tmp_path).returncode == 2
 
 
+SCRIPT = """
+import json, os, pickle, sys
+import __main__, beside
+class Own: pass
+print(json.dumps([sys.argv, __name__, __file__, sys.path[0], os.getcwd() in sys.path, vars(__main__) is globals(), __spec__]))
+assert type(pickle.loads(pickle.dumps(Own()))) is Own
+def later(own: 1 = 2): assert __main__.Own is Own and later.__annotations__ == {"own": 1}
+import atexit; atexit.register(later)
+"""
+
+
+@pytest.mark.parametrize("verb", ["audit", "report"])
+def test_a_script_finds_what_it_would_find_without_arena(tmp_path, verb):
+    (tmp_path / "scripts").mkdir()
+    script = tmp_path / "scripts" / "script.py"
+    script.write_text(SCRIPT)
+    (tmp_path / "scripts" / "beside.py").write_text("")
+    asked = [str(script.relative_to(tmp_path)), "--html", "a b"]
+    plain = subprocess.run([sys.executable, *asked], capture_output=True, text=True, timeout=60, cwd=tmp_path, check=True)
+    done = run(verb, *asked, cwd=tmp_path)
+    assert (done.returncode, done.stdout.splitlines()[0]) == (0, plain.stdout.strip()), done.stderr
+    assert "Error" not in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("script", "code", "said"),
+    [
+        ("import sys; sys.exit(3)", 3, ""),
+        ("import sys; sys.exit('no way')", 1, "no way\n"),
+        ("raise ValueError('wrong')", 1, 'Traceback (most recent call last):\n  File "{}", line 1, in <module>\n'),
+        ("def", 1, '  File "{}", line 1\n'),
+    ],
+    ids=["exits", "exits with words", "raises", "is no Python"],
+)
+def test_a_script_that_fails_fails_as_without_arena(tmp_path, script, code, said):
+    there = tmp_path / "script.py"
+    there.write_text(script)
+    done = run("audit", "script.py", cwd=tmp_path)
+    assert (done.returncode, done.stdout) == (code, ""), done.stderr
+    assert done.stderr.startswith(said.format(there))
+    assert "__main__.py" not in done.stderr
+    assert "0 graphs audited, 0 findings" in done.stderr
+
+
+@pytest.mark.parametrize("verb", ["audit", "report"])
+def test_a_script_that_is_not_there_is_no_finding(tmp_path, verb):
+    done = run(verb, "nowhere.py", cwd=tmp_path)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr == f"python -m arena: [Errno 2] No such file or directory: '{tmp_path / 'nowhere.py'}'\n"
+
+
+def test_a_page_that_cannot_be_written_is_told_after_the_report(tmp_path):
+    (tmp_path / "script.py").write_text("")
+    done = run("report", "--html", "nowhere/page.html", "script.py", cwd=tmp_path)
+    assert done.returncode == 2
+    assert "0 graphs hold 0 owners" in done.stdout
+    assert done.stderr == "python -m arena: [Errno 2] No such file or directory: 'nowhere/page.html'\n"
+
+
+def test_a_child_that_a_script_forks_leaves_the_telling_to_its_parent(tmp_path):
+    body = "import os, sys\nif os.fork():\n    sys.exit(os.waitstatus_to_exitcode(os.wait()[1]))\nsys.exit(5)"
+    (tmp_path / "script.py").write_text(body)
+    done = run("audit", "script.py", cwd=tmp_path)
+    assert done.returncode == 5
+    assert done.stderr.count("0 graphs audited") == 1
+
+
 @pytest.mark.gpu
 def test_doctor_and_demo_on_a_gpu_show_the_real_thing(tmp_path):
     torch = pytest.importorskip("torch")

@@ -346,6 +346,38 @@ assert sys.argv[1:] == ["--html", "mine"], sys.argv
     assert json.loads((tmp_path / "told.json").read_text())["graphs"][0]["owners"] == 2
 
 
+@pytest.mark.parametrize("text", ["no JSON", "[1]", '{"graphs": []}', '{"graphs": [{"name": "a"}], "slots": [], "lives": []}'])
+def test_the_command_refuses_what_is_not_a_report(tmp_path, text):
+    (tmp_path / "other.json").write_text(text)
+    command = [sys.executable, "-m", "arena", "report", "other.json"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, cwd=tmp_path, check=False)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr.startswith("python -m arena: 'other.json' is not a report that was saved with --json: ")
+    assert len(done.stderr.splitlines()) == 1
+
+
+def test_graphs_of_a_script_that_exits_are_there_to_be_reported(tmp_path):
+    (tmp_path / "script.py").write_text("""
+import sys, weakref
+import arena
+from arena.testing import simulated_driver
+opened = simulated_driver()
+stream = opened.__enter__().Stream()
+with stream.capture() as capture:
+    arena.retain(object())
+graph = type("Graph", (), {})()
+weakref.finalize(graph, capture.graph.destroy)
+if sys.argv[1:]:
+    del graph
+sys.exit(3)
+""")
+    command = [sys.executable, "-m", "arena", "report", "script.py"]
+    for more, told in ((), "1 graph holds 1 owner"), (("gone",), "0 graphs hold 0 owners"):  # the second is the control
+        done = subprocess.run([*command, *more], capture_output=True, text=True, timeout=100, cwd=tmp_path, check=False)
+        assert done.returncode == 3, done.stderr
+        assert told in done.stdout
+
+
 def test_memory_is_asked_of_torch_only_where_torch_uses_a_gpu():
     assert memory.allocator().blocks() == [] or sys.modules["torch"].cuda.is_initialized()
 
