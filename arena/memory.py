@@ -9,6 +9,7 @@ import sys
 import threading
 import time
 import types
+import weakref
 from array import array
 from bisect import bisect_left, bisect_right
 from collections.abc import Iterable, Iterator
@@ -219,7 +220,7 @@ class Ranges:
 def memory_of(owner: object) -> list[tuple[int, int]]:
     """(address, bytes) of the memory that an owner keeps alive, as far as it can be seen: tensors, storages, anything with
     `__cuda_array_interface__`, and what of these lies in its attributes, items or fields."""
-    own = _own(owner)  # most are one tensor
+    own = None if issubclass(type(owner), PLAIN) else _own(owner)  # most are one tensor
     if own is not None:
         return [own] if own[1] else []
     found: dict[int, int] = {}
@@ -228,7 +229,7 @@ def memory_of(owner: object) -> list[tuple[int, int]]:
 
 
 def _search(thing: Any, depth: int, found: dict[int, int], seen: set[int]) -> None:
-    if id(thing) in seen or isinstance(thing, PLAIN):
+    if id(thing) in seen or issubclass(type(thing), PLAIN):  # a dead proxy fails who asks it for its class
         return
     own = _own(thing)
     if own is not None:
@@ -238,12 +239,17 @@ def _search(thing: Any, depth: int, found: dict[int, int], seen: set[int]) -> No
     if not depth or len(seen) > BREADTH:
         return
     seen.add(id(thing))
-    for part in _parts(thing):
+    try:
+        parts = list(_parts(thing))
+    except Exception:  # of a class that makes them when asked
+        return
+    for part in parts:
         _search(part, depth - 1, found, seen)
 
 
 FUNCTIONS: tuple[type, ...] = (types.FunctionType, types.BuiltinFunctionType)
-PLAIN: tuple[type, ...] = (str, bytes, int, float, complex, type(None), type, types.ModuleType, *FUNCTIONS)
+PLAIN: tuple[type, ...] = (str, bytes, int, float, complex, type(None), type, types.ModuleType, *FUNCTIONS, *weakref.ProxyTypes)
+"""What has no memory, or is not kept by who refers to it."""
 
 
 def _own(thing: Any) -> tuple[int, int] | None:

@@ -652,6 +652,33 @@ def test_memory_is_found_where_owners_keep_it(torch_memory):
     assert memory_of("text") == memory_of(5) == memory_of(object()) == []
 
 
+def test_what_an_owner_refers_to_weakly_is_not_its_own(torch_memory):
+    class Owner:
+        pass
+
+    theirs, owner = Owner(), Owner()
+    theirs.array = torch_memory.array(512)
+    owner.proxy, owner.reference = weakref.proxy(theirs), weakref.ref(theirs)
+    assert memory_of(owner) == memory_of(owner.proxy) == []
+    owner.strong = theirs
+    assert memory_of(owner) == [(theirs.array.address, 512)]  # the control
+
+
+def test_an_owner_with_parts_that_fail_owns_the_others(torch_memory):
+    class Local:
+        @property
+        def __dict__(self):
+            raise RuntimeError("out of its context")
+
+    class Owner:
+        pass
+
+    owner, gone = Owner(), Owner()
+    owner.dead, owner.local, owner.array = weakref.proxy(gone), Local(), torch_memory.array(512)
+    del gone
+    assert memory_of(owner) == [(owner.array.address, 512)]
+
+
 def test_a_tensor_owns_its_whole_storage():
     torch = pytest.importorskip("torch")
     base = torch.zeros(1024)
