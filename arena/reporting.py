@@ -274,8 +274,8 @@ def report() -> Report:
         A `Report`: print it, or ask it for `json()` or `html()`.
     """
     lists = _registry.lists()
-    _learn(lists)
-    sharing, total = _share(lists)
+    learnt = _learn(lists)
+    sharing, total = _share(lists, learnt)
     slots = [each for provider in workspaces for each in provider()]
     retired = [range for each in slots for range in each.retired]
     names = {each[0]: _name(each[0]) for each in lists}
@@ -283,7 +283,7 @@ def report() -> Report:
     for capture, _, _, _, owners, opaque, birth in lists:
         if not owners and not opaque:
             continue
-        known = _known[capture]
+        known = learnt[capture]
         shared, others = sharing[capture]
         kept = sum(size for start, size in retired if any(start <= own < start + size for own in known.ranges))
         began = _born(capture, birth)
@@ -320,14 +320,20 @@ def _born(capture: int, birth: Any) -> float:
     return noted.began / 1e6 if noted else birth[0] if birth else 0.0
 
 
-def _learn(lists: list[Any]) -> None:
-    """Looks up the memory of owners that are new."""
-    living = {each[0] for each in lists}
-    for gone in [each for each in _known if each not in living]:
-        del _known[gone]
-    new = [each for each in lists if each[0] not in _known or _known[each[0]].owners != len(each[4])]
+def _learn(lists: list[Any]) -> dict[int, _Known]:
+    """What is known of these lists, by capture: looks up the memory of owners that are new. Other threads may do so meanwhile,
+    with more lists or with fewer: what is known is replaced, never changed."""
+    global _known
+    before, learnt, new = _known, {}, []
+    for each in lists:
+        known = before.get(each[0])
+        if known is not None and known.owners == len(each[4]):
+            learnt[each[0]] = known
+        else:
+            new.append(each)
     if not new:
-        return
+        _known = learnt
+        return learnt
     blocks = allocator().blocks()
     ranges = Ranges((each.address, each.size) for each in blocks)
     pools = {each.address: each.pool for each in blocks}
@@ -350,7 +356,9 @@ def _learn(lists: list[Any]) -> None:
                 known.inside += size
             else:
                 known.outside += size
-        _known[capture] = known
+        learnt[capture] = known
+    _known = learnt
+    return learnt
 
 
 def _is_inside(there: tuple[int, int], pool: tuple[int, int] | None) -> bool:
@@ -358,30 +366,32 @@ def _is_inside(there: tuple[int, int], pool: tuple[int, int] | None) -> bool:
     return there == pool != SHARED_POOL if pool is not None else there != SHARED_POOL
 
 
-def _share(lists: list[Any]) -> tuple[dict[int, tuple[int, list[int]]], int]:
+def _share(lists: list[Any], learnt: dict[int, _Known]) -> tuple[dict[int, tuple[int, list[int]]], int]:
     """By capture, the bytes that others hold too and who they are; and the bytes of all, shared ones once."""
     global _summary
     state = tuple((each[0], len(each[4])) for each in lists)
-    if _summary is not None and _summary[0] == state:
-        return _summary[1], _summary[2]
+    summary = _summary  # another thread may replace it
+    if summary is not None and summary[0] == state:
+        return summary[1], summary[2]
     holders: dict[int, int] = {}  # by address, a bit for each list
     sizes: dict[int, int] = {}
     for number, (capture, *_) in enumerate(lists):
-        for start, size in _known[capture].ranges.items():
+        for start, size in learnt[capture].ranges.items():
             holders[start] = holders.get(start, 0) | 1 << number
             if size > sizes.get(start, 0):
                 sizes[start] = size
     sharing = {}
     for number, (capture, *_) in enumerate(lists):
         shared, all_of, own = 0, 0, 1 << number
-        for start, size in _known[capture].ranges.items():
+        for start, size in learnt[capture].ranges.items():
             if holders[start] != own:
                 shared += size
                 all_of |= holders[start]
         all_of &= ~own
         sharing[capture] = shared, [each[0] for other, each in enumerate(lists) if all_of >> other & 1]
-    _summary = state, sharing, sum(sizes.values())
-    return sharing, _summary[2]
+    total = sum(sizes.values())
+    _summary = state, sharing, total
+    return sharing, total
 
 
 def _reserved() -> int:

@@ -5,6 +5,7 @@ import json
 import re
 import subprocess
 import sys
+import threading
 import time
 import weakref
 from xml.etree import ElementTree
@@ -119,6 +120,34 @@ def test_what_is_kept_is_not_looked_up_again(stream, torch_memory, monkeypatch):
     captured(stream, torch_memory.array(1 << 20))
     with pytest.raises(ZeroDivisionError):  # the control: what is new is
         arena.report()
+
+
+def test_threads_may_report_while_graphs_come_and_go(stream, torch_memory):
+    failed, done, interval = [], threading.Event(), sys.getswitchinterval()
+    weight = torch_memory.array(512)
+
+    def look():
+        try:
+            while not done.is_set():
+                assert arena.report().bytes in (0, 512)
+                arena.owner_of(weight.address)
+        except Exception as error:
+            failed.append(error)
+
+    threads = [threading.Thread(target=look) for _ in range(3)]
+    sys.setswitchinterval(1e-5)
+    try:
+        for each in threads:
+            each.start()
+        for _ in range(100):
+            for graph in [captured(stream, weight) for _ in range(5)]:
+                graph.destroy()
+    finally:
+        done.set()
+        for each in threads:
+            each.join(60)
+        sys.setswitchinterval(interval)
+    assert failed == []
 
 
 def test_lives_are_told_until_they_end(cuda, stream, torch_memory):
