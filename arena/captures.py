@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import contextlib
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any
 
 from arena import _registry
@@ -63,15 +62,15 @@ def pool_of(graph: Any) -> tuple[int, int] | None:
     return first, second
 
 
-def of(capture: int | None) -> Noted | None:
-    """What is known of a capture, from its begin or from its first owner."""
+def of(capture: int | None, birth: tuple[float, str, int, str] | None = None) -> Noted | None:
+    """What is known of a capture, from its begin or from its first owner. `birth`: what `born()` says, if that is at hand."""
     if capture is None:
         return None
     pool = _registry.pool_of(capture)
     noted = _noted.get(capture)
     if noted is not None:
         return replace(noted, pool=pool or noted.pool)
-    birth = _registry.born(capture)
+    birth = birth or _registry.born(capture)
     if birth is None:
         return None
     seconds, file, line, function = birth
@@ -86,4 +85,4 @@ def _remember(capture: int, known: Noted) -> None:
 
 
 def _short(file: str) -> str:
-    return "/".join(Path(file).parts[-2:])
+    return "/".join(file.rsplit("/", 2)[-2:])

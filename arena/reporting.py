@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import sys
 import time
+from bisect import bisect_left
 from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -218,10 +219,10 @@ def _slots() -> Iterable[SlotReport]:
         return
     storages = sys.modules["torch"].UntypedStorage
     holders: dict[int, list[str]] = {}
-    for capture, _, _, _, owners, _, _ in _registry.lists():
+    for capture, _, _, _, owners, _, birth in _registry.lists():
         for owner in owners:
             if isinstance(owner, loaded.Block):
-                holders.setdefault(id(owner), []).append(_name(capture))
+                holders.setdefault(id(owner), []).append(_known_as(capture, birth)[0])
     for manager in list(loaded.managers):
         for place, slot in enumerate(manager._current_workspaces.parts):
             if slot.current is None and slot.high is None:
@@ -257,6 +258,12 @@ class _Known:
     outside: int
     inside: int
     ranges: dict[int, int]  # address: bytes
+    starts: list[int]  # of the ranges, in order
+
+    def begins_in(self, start: int, end: int) -> bool:
+        """Whether one of its ranges does."""
+        at = bisect_left(self.starts, start)
+        return at < len(self.starts) and self.starts[at] < end
 
 
 _known: dict[int, _Known] = {}  # by capture
@@ -278,46 +285,43 @@ def report() -> Report:
     sharing, total = _share(lists, learnt)
     slots = [each for provider in workspaces for each in provider()]
     retired = [range for each in slots for range in each.retired]
-    names = {each[0]: _name(each[0]) for each in lists}
+    known_as = {each[0]: _known_as(each[0], each[6]) for each in lists}
     graphs = []
-    for capture, _, _, _, owners, opaque, birth in lists:
+    for capture, _, _, _, owners, opaque, _ in lists:
         if not owners and not opaque:
             continue
         known = learnt[capture]
         shared, others = sharing[capture]
-        kept = sum(size for start, size in retired if any(start <= own < start + size for own in known.ranges))
-        began = _born(capture, birth)
+        kept = sum(size for start, size in retired if known.begins_in(start, start + size))
+        name, born = known_as[capture]
         graphs.append(
             GraphReport(
-                name=names[capture],
+                name=name,
                 capture=capture,
                 owners=len(owners),
                 opaque=opaque,
                 outside=known.outside,
                 inside=known.inside,
                 shared=shared,
-                shared_with=[names[each] for each in others],
+                shared_with=[known_as[each][0] for each in others],
                 retired=kept,
-                born=began,
+                born=born,
             )
         )
     graphs.sort(key=lambda each: (-each.outside - each.inside, each.capture))
     lives = [Life(each.name, each.capture, each.owners + each.opaque, each.born, None) for each in graphs]
-    for capture, count, when in _registry.died():
+    for capture, count, when, birth in _registry.died():
         if count:
-            lives.append(Life(_name(capture), capture, count, _born(capture, _registry.born(capture)) or when, when))
+            name, born = _known_as(capture, birth)
+            lives.append(Life(name, capture, count, born or when, when))
     lives.sort(key=lambda each: (each.born, each.capture))
     return Report(time.time(), graphs, slots, lives, _registry.stats().owners, total, _reserved())
 
 
-def _name(capture: int) -> str:
-    noted = captures.of(capture)
-    return noted.name if noted else f"capture {capture}"
-
-
-def _born(capture: int, birth: Any) -> float:
-    noted = captures.of(capture)
-    return noted.began / 1e6 if noted else birth[0] if birth else 0.0
+def _known_as(capture: int, birth: Any) -> tuple[str, float]:
+    """The name of a capture, and when it began, in seconds; 0: unknown."""
+    noted = captures.of(capture, birth)
+    return (noted.name, noted.began / 1e6) if noted else (f"capture {capture}", 0.0)
 
 
 def _learn(lists: list[Any]) -> dict[int, _Known]:
@@ -339,10 +343,10 @@ def _learn(lists: list[Any]) -> dict[int, _Known]:
     pools = {each.address: each.pool for each in blocks}
     looked: dict[int, list[tuple[int, int]]] = {}  # by owner: graphs share them
     where: dict[int, tuple[int, int]] = {}  # pool by address
-    for capture, _, _, _, owners, _, _ in new:
-        noted = captures.of(capture)
+    for capture, _, _, _, owners, _, birth in new:
+        noted = captures.of(capture, birth)
         pool = noted.pool if noted else None
-        known = _Known(len(owners), 0, 0, {})
+        known = _Known(len(owners), 0, 0, {}, [])
         for owner in owners:
             if id(owner) not in looked:
                 looked[id(owner)] = memory_of(owner)
@@ -356,6 +360,7 @@ def _learn(lists: list[Any]) -> dict[int, _Known]:
                 known.inside += size
             else:
                 known.outside += size
+        known.starts = sorted(known.ranges)
         learnt[capture] = known
     _known = learnt
     return learnt
@@ -415,10 +420,10 @@ def owner_of(ptr: int) -> Owner:
     if isinstance(ptr, bool) or not isinstance(ptr, int) or ptr < 0:
         raise TypeError(f"owner_of() needs an address as an int, not {ptr!r}")
     graphs, objects, range = [], [], (0, 0)
-    for capture, _, _, _, owners, _, _ in _registry.lists():
+    for capture, _, _, _, owners, _, birth in _registry.lists():
         here = [(owner, each) for owner in owners for each in memory_of(owner) if each[0] <= ptr < each[0] + each[1]]
         if here:
-            graphs.append(_name(capture))
+            graphs.append(_known_as(capture, birth)[0])
             objects += [owner for owner, _ in here]
             range = here[0][1]
     where, start, size = _where(ptr)

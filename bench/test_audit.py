@@ -50,6 +50,24 @@ def test_check_after_a_free(cuda, torch_memory, measure):
     measure("check of 2,000 nodes", seen.check, lambda: torch_memory.array(512).free() or (), calls=1, target="≤ 2,000,000 ns")
 
 
+def test_check_where_plans_hold_it_all(cuda, torch_memory, measure):
+    """90 plans of 20 arrays: the plans are searched again, each once."""
+
+    class Plan:
+        def __init__(self):
+            self.parts = {number: torch_memory.array(512) for number in range(20)}
+
+    plans, stream = [Plan() for _ in range(90)], cuda.Stream()
+    with stream.capture() as capture:
+        for plan in plans:
+            arena.retain(plan)
+            for each in plan.parts.values():
+                stream.kernel("mhc", each.address)
+    seen = arena.audit(capture.graph, allocations=torch_memory)
+    assert len(seen.held) == 1_800
+    measure("check of 1,800 nodes held by 90 plans", seen.check, lambda: (), calls=1)
+
+
 @pytest.fixture
 def many(cuda, torch_memory):
     """100 graphs of 100 owners; half of the owners are everybody's."""
@@ -78,6 +96,18 @@ def test_first_report_of_10000_owners(many, measure):
 
 
 def test_report_after_that(many, measure):
+    arena.report()
+    measure("report of 10,000 owners", arena.report, lambda: (), calls=1, target="≤ 5,000,000 ns")
+
+
+def test_report_with_retired_blocks_and_after_many_deaths(many, cuda, torch_memory, monkeypatch, measure):
+    retired = [(torch_memory.array(1 << 16).address, 1 << 16) for _ in range(64)]
+    monkeypatch.setattr(reporting, "workspaces", [lambda: [reporting.SlotReport("slot", 1, 1, "", [], retired)]])
+    run = capture_with(cuda, [object()])
+    for _ in range(1_024):
+        run()
+    arena.reclaim(5)
+    assert len(_registry.died()) == 1_024
     arena.report()
     measure("report of 10,000 owners", arena.report, lambda: (), calls=1, target="≤ 5,000,000 ns")
 

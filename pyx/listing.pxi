@@ -144,11 +144,12 @@ def lists():
 
 
 def died():
-    """(capture id, owners, seconds) of the lists that died last, the first to die first; at most 1,024."""
+    """(capture id, owners, seconds, birth) of the lists that died last, the first to die first; at most 1,024."""
     cdef uint64_t i
     drain()
     return [
-        (deaths[i % DEATHS].capture, deaths[i % DEATHS].owners, deaths[i % DEATHS].when)
+        (deaths[i % DEATHS].capture, deaths[i % DEATHS].owners, deaths[i % DEATHS].when,
+         birth_of(deaths[i % DEATHS].began, deaths[i % DEATHS].code, deaths[i % DEATHS].line))
         for i in range(death_count - min(death_count, <uint64_t>DEATHS), death_count)
     ]
 

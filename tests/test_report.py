@@ -167,6 +167,16 @@ def test_lives_are_told_until_they_end(cuda, stream, torch_memory):
     assert "short" not in by_name(arena.report())
 
 
+def test_a_report_searches_for_the_birth_of_no_capture(stream, torch_memory, monkeypatch):
+    """Each search looks through all that died: a report of a process that captures for long would be the slower for it."""
+    captured(stream, torch_memory.array(512)).destroy()
+    captured(stream, torch_memory.array(512))
+    monkeypatch.setattr(_registry, "born", lambda capture: 1 / 0)
+    told = arena.report()
+    assert {each.name.split(" #")[0] for each in told.lives[-2:]} == {told.graphs[0].name.split(" #")[0]}
+    assert all(each.born for each in told.lives[-2:])
+
+
 def test_owners_from_c_are_counted_and_their_memory_is_nobodys_to_see(stream, torch_memory):
     client = native.extension("cimport_client")
     with stream.capture():
