@@ -168,6 +168,7 @@ class Report:
         try:
             from rich.console import Console
             from rich.table import Table
+            from rich.text import Text
         except ImportError:
             print(self)
             return
@@ -180,7 +181,7 @@ class Report:
                     table.add_column(each, justify="right" if right else "left", overflow="fold", no_wrap=right)
                     table.columns[-1].min_width = None if right else 12
                 for row in rows[1:]:
-                    table.add_row(*row)
+                    table.add_row(*map(Text, row))  # as they are: a name may have what rich takes for its own marks
                 console.print(table)
         console.print(self.total())
 
@@ -225,22 +226,23 @@ def _slots() -> Iterable[SlotReport]:
                 holders.setdefault(id(owner), []).append(_known_as(capture, birth)[0])
     for manager in list(loaded.managers):
         for place, slot in enumerate(manager._current_workspaces.parts):
-            if slot.current is None and slot.high is None:
+            block = slot.current  # which another thread may replace
+            if block is None and slot.high is None:
                 continue
             ubatch, lane = divmod(place, manager._num_lanes)
             asked, specs, site = slot.high or (0, (), "")
             shapes = " + ".join(f"{list(shape)} {str(dtype).removeprefix('torch.')}" for shape, dtype in specs)
             retired = []
-            for reference, _, nbytes, _ in slot.retired:
+            for reference, _, nbytes, _ in list(slot.retired):
                 alive = storages._new_with_weak_ptr(reference.cdata)
                 if alive is not None:
                     retired.append((alive.data_ptr(), nbytes))
             yield SlotReport(
                 f"ubatch {ubatch}, lane {lane}",
-                slot.current.nbytes if slot.current is not None else 0,
+                block.nbytes if block is not None else 0,
                 asked,
                 f"{site}: {shapes}" if site else "",
-                holders.get(id(slot.current), []),
+                holders.get(id(block), []),
                 retired,
             )
 
@@ -411,13 +413,13 @@ def owner_of(ptr: int) -> Owner:
     """Whose memory an address is in.
 
     Args:
-        ptr: An address, as an int: a tensor's `data_ptr()`, or one from a fault report.
+        ptr: An address, as an int of 64 bits: a tensor's `data_ptr()`, or one from a fault report.
 
     Returns:
         An `Owner`, whose `by` says what is known: a retained owner and its graphs, a workspace slot, a block of torch's
         allocator, an allocation of somebody else, or nothing.
     """
-    if isinstance(ptr, bool) or not isinstance(ptr, int) or ptr < 0:
+    if isinstance(ptr, bool) or not isinstance(ptr, int) or not 0 <= ptr < 1 << 64:
         raise TypeError(f"owner_of() needs an address as an int, not {ptr!r}")
     graphs, objects, range = [], [], (0, 0)
     for capture, _, _, _, owners, _, birth in _registry.lists():

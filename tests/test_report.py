@@ -7,6 +7,7 @@ import subprocess
 import sys
 import threading
 import time
+import types
 import weakref
 from xml.etree import ElementTree
 
@@ -236,6 +237,22 @@ def test_slots_of_the_workspace_are_told_with_who_asked_for_most_and_what_is_ret
     assert not [each for each in arena.report().slots if each.name == "ubatch 0, lane 1"]
 
 
+def test_a_slot_that_grows_under_a_report_fails_none(monkeypatch):
+    pytest.importorskip("torch")
+    from arena import _workspace
+
+    class Slot:
+        blocks, high, retired = [types.SimpleNamespace(nbytes=512)], None, []
+
+        @property
+        def current(self):
+            return self.blocks.pop() if self.blocks else None
+
+    slots = types.SimpleNamespace(parts=[Slot()])
+    monkeypatch.setattr(_workspace, "managers", [types.SimpleNamespace(_current_workspaces=slots, _num_lanes=1)])
+    assert [each.bytes for each in arena.report().slots] == [512]
+
+
 # ---- whose is it ----
 
 
@@ -265,7 +282,7 @@ def test_an_address_that_the_driver_cannot_tell_of_is_not_said_to_be_nobodys(cud
     assert "more cannot be told: cuPointerGetAttributes failed" in arena.owner_of(theirs).by
 
 
-@pytest.mark.parametrize("wrong", ["0x10", None, 1.0, True, -1])
+@pytest.mark.parametrize("wrong", ["0x10", None, 1.0, True, -1, 1 << 64])
 def test_what_is_no_address_is_told(wrong):
     with pytest.raises(TypeError, match="needs an address as an int, not"):
         arena.owner_of(wrong)
@@ -340,6 +357,16 @@ def test_the_table_fits_a_terminal_with_rich(monkeypatch, capsys):
     assert max(map(len, said.splitlines())) <= 80
     for whole in ("900 MiB", "decode B=64", "48 MiB", "2 graphs hold 32 owners, 940 MiB"):
         assert whole in said
+
+
+@pytest.mark.parametrize("name", ["decode [b=64]", "attention [/b]", "[red]", "moe\\[x]"])
+def test_names_are_no_marks_for_rich(monkeypatch, capsys, name):
+    pytest.importorskip("rich")
+    monkeypatch.setenv("COLUMNS", "120")
+    told = sample()
+    told.graphs[0].name = told.slots[0].name = name
+    told.print()
+    assert capsys.readouterr().out.count(name) == 2
 
 
 def test_more_graphs_than_a_picture_has_room_for_are_in_the_table():
