@@ -144,26 +144,27 @@ class TorchAllocator:
                 self.known_from = 0
                 return [], False
             if not self.known_from:
-                events, _ = self.read()
-                return events[bisect_left(events, since, key=when) :], bool(events) and events[0].when <= since
+                events, _, known_from = self.read()
+                return events[bisect_left(events, since, key=when) :], known_from <= since
             self.take_over()
             return self.kept[bisect_left(self.kept, since, key=when) :], self.known_from <= since
 
-    def read(self) -> tuple[list[Event], bool]:
-        """torch's history, in order, and whether it overflowed."""
-        found, full = [], False
+    def read(self) -> tuple[list[Event], bool, float]:
+        """torch's history, in order, whether it overflowed at our size, and from when on it tells of all devices."""
+        found, full, firsts = [], False, []
         for trace in self.snapshot(SHARED_POOL, True)["device_traces"]:
             full = full or len(trace) >= HISTORY
             for each in trace:
                 action = self.ACTIONS.get(each["action"])
                 if action:
                     found.append(Event(action, each["addr"], each["size"], each["time_us"]))
-        return sorted(found, key=when), full
+            firsts += [min(each["time_us"] for each in trace)] if trace else []  # each overflows by itself
+        return sorted(found, key=when), full, max(firsts, default=math.inf)
 
     def take_over(self) -> None:
         """Makes torch's history ours, and empties it. What another thread frees between the two is lost, but not unnoticed."""
         before = self.freed()
-        events, full = self.read()
+        events, full, _ = self.read()
         self.record()
         if full or self.freed() != before:
             self.known_from = now()

@@ -145,6 +145,19 @@ def test_somebody_elses_history_is_read_and_left_alone():
     assert len(torch.trace) == 2
 
 
+def test_somebody_elses_history_reaches_back_as_far_as_that_of_each_device(monkeypatch):
+    """Each device's overflows by itself, at a size that we do not know."""
+    torch = Torch(history=True)
+    source, traces = TorchAllocator(torch), [[], [], []]
+    monkeypatch.setattr(torch._C, "_cuda_memorySnapshot", lambda form: {"segments": [], "device_traces": traces})
+    assert source.events(100) == ([], False)
+    for device, first in ((0, 50), (2, 150)):
+        traces[device].append({"action": "alloc", "addr": 4096, "size": 512, "time_us": first})
+    assert [source.events(since)[1] for since in (49, 50, 149, 150)] == [False, False, False, True]
+    del traces[2]
+    assert [source.events(since)[1] for since in (49, 50)] == [False, True]
+
+
 def test_a_torch_that_cannot_forget_is_read_all_over():
     torch = Torch(clears=False)
     source = TorchAllocator(torch)
