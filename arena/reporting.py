@@ -1,6 +1,6 @@
 """`arena.report()`: what every living graph and every workspace slot holds, as a table, as JSON, as a page with a picture; and
 `arena.owner_of(ptr)`. It asks the registry for its lists and resolves their owners to memory when first asked; what it learnt
-of a list is kept as long as the list has as many owners. Any thread may call it; nothing of it runs otherwise.
+of a list is kept as long as it is the same and has as many owners. Any thread may call it; nothing of it runs otherwise.
 """
 
 from __future__ import annotations
@@ -257,6 +257,7 @@ workspaces: list[Callable[[], Iterable[SlotReport]]] = [_slots]
 @dataclass(slots=True)
 class _Known:
     owners: int
+    birth: Any  # another capture into the same graph has its number
     outside: int
     inside: int
     ranges: dict[int, int]  # address: bytes
@@ -333,7 +334,7 @@ def _learn(lists: list[Any]) -> dict[int, _Known]:
     before, learnt, new = _known, {}, []
     for each in lists:
         known = before.get(each[0])
-        if known is not None and known.owners == len(each[4]):
+        if known is not None and (known.owners, known.birth) == (len(each[4]), each[6]):
             learnt[each[0]] = known
         else:
             new.append(each)
@@ -348,7 +349,7 @@ def _learn(lists: list[Any]) -> dict[int, _Known]:
     for capture, _, _, _, owners, _, birth in new:
         noted = captures.of(capture, birth)
         pool = noted.pool if noted else None
-        known = _Known(len(owners), 0, 0, {}, [])
+        known = _Known(len(owners), birth, 0, 0, {}, [])
         for owner in owners:
             if id(owner) not in looked:
                 looked[id(owner)] = memory_of(owner)
@@ -376,7 +377,7 @@ def _is_inside(there: tuple[int, int], pool: tuple[int, int] | None) -> bool:
 def _share(lists: list[Any], learnt: dict[int, _Known]) -> tuple[dict[int, tuple[int, list[int]]], int]:
     """By capture, the bytes that others hold too and who they are; and the bytes of all, shared ones once."""
     global _summary
-    state = tuple((each[0], len(each[4])) for each in lists)
+    state = tuple((each[0], len(each[4]), each[6]) for each in lists)
     summary = _summary  # another thread may replace it
     if summary is not None and summary[0] == state:
         return summary[1], summary[2]

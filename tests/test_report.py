@@ -151,6 +151,20 @@ def test_threads_may_report_while_graphs_come_and_go(stream, torch_memory):
     assert failed == []
 
 
+def test_another_capture_into_the_same_graph_is_looked_up_anew(cuda, stream, torch_memory):
+    """It has the same number, and may have as many owners."""
+    graph = cuda.Graph()
+    for size in (1 << 20, 2 << 20):
+        stream.begin_capture("relaxed", into=graph)
+        managed = _registry.begin(stream)
+        arena.retain(torch_memory.array(size), stream)
+        managed.seal()
+        stream.end_capture()
+        managed.hold(graph.handle)
+        told = arena.report()
+        assert (told.bytes, told.graphs[0].outside) == (size, size)
+
+
 def test_lives_are_told_until_they_end(cuda, stream, torch_memory):
     graph = captured(stream, torch_memory.array(512), torch_memory.array(512), name="short")
     captured(stream, torch_memory.array(512), name="long")
