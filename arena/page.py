@@ -4,13 +4,15 @@ called by `Report.html()` alone."""
 from __future__ import annotations
 
 import time
+import unicodedata
+from collections.abc import Iterable
 from html import escape
 
 from arena.memory import bytes_of
 from arena.reporting import NUMBERS, Life, Report
 
 MOST = 40  # graphs, or lives, in a picture; the tables have all
-WIDTH, LABEL, VALUE, ROW = 960, 300, 150, 28
+WIDTH, LABEL, VALUE, ROW = 960, 300, 180, 28
 
 STYLE = """
 :root { color-scheme: light dark; --ink: #1d232b; --soft: #5b6573; --line: #d9dee5; --paper: #ffffff; --band: #f4f6f8;
@@ -32,6 +34,7 @@ svg .soft { fill: var(--soft); font-size: 12px; } svg line { stroke: var(--line)
 th, td { text-align: left; padding: 5px 12px 5px 0; border-bottom: 1px solid var(--line); vertical-align: top; }
 th { color: var(--soft); font-weight: 600; white-space: nowrap; }
 td.number, th.number { text-align: right; white-space: nowrap; }
+td.number + td:not(.number), th.number + th:not(.number) { padding-left: 12px; }
 td:first-child { overflow-wrap: anywhere; min-width: 180px; }
 """
 
@@ -102,9 +105,28 @@ def text(x: float, y: float, words: str, kind: str = "", anchor: str = "start") 
     return f'<text x="{x:.1f}" y="{y:.1f}" class="{kind}" text-anchor="{anchor}">{escape(words)}</text>'
 
 
-def short(name: str, most: int = 42) -> str:
-    """The ends of a name tell it from others."""
-    return name if len(name) <= most else f"{name[: most // 2 - 1]}…{name[-(most // 2) :]}"
+def short(name: str, most: float = 36) -> str:
+    """The ends of a name tell it from others. Cut by how wide its letters are: beyond the room for labels they are lost."""
+    if sum(map(width_of, name)) <= most:
+        return name
+    head, tail = fitting(name, (most - 1) / 2), fitting(reversed(name), (most - 1) / 2)
+    return f"{head}…{tail[::-1]}"
+
+
+def fitting(letters: Iterable[str], room: float) -> str:
+    taken = ""
+    for each in letters:
+        room -= width_of(each)
+        if room < 0:
+            break
+        taken += each
+    return taken
+
+
+def width_of(letter: str) -> float:
+    if unicodedata.east_asian_width(letter) in "WF":
+        return 2
+    return 1.6 if letter in "mwMW@%" else 1.2 if letter.isupper() else 1
 
 
 def bars(report: Report) -> str:
@@ -137,9 +159,12 @@ def bars(report: Report) -> str:
 
 def lifetimes(lives: list[Life], when: float) -> str:
     """Each capture's owners on a time axis: from its begin until they died, or now."""
-    lives = [each for each in lives if each.born][-MOST:]
+    lives = [each for each in lives if each.born]
+    left = len(lives) - MOST
+    lives = lives[-MOST:]
     if not lives:
         return "<p>None.</p>"
+    when = max(when, *(each.died or each.born for each in lives))  # a clock may have been set back
     first = min(each.born for each in lives)
     span = max(when - first, 1e-3)
     room = WIDTH - LABEL - 20
@@ -154,8 +179,8 @@ def lifetimes(lives: list[Life], when: float) -> str:
     for row, each in enumerate(lives):
         y = row * ROW + 6
         start = LABEL + (each.born - first) / span * room
-        end = LABEL + ((each.died or when) - first) / span * room
-        state = f"lived {ago(each.died - each.born)}" if each.died else f"alive for {ago(when - each.born)}"
+        end = max(start, LABEL + ((each.died or when) - first) / span * room)
+        state = f"lived {ago(max(each.died - each.born, 0))}" if each.died else f"alive for {ago(when - each.born)}"
         owners = f"{each.owners} owner{'s' * (each.owners != 1)}"
         parts.append(text(LABEL - 12, y + 11, short(each.name), "", "end"))
         parts.append(rect(start, y, end - start, 13, "dead" if each.died else "alive", f"{each.name}: {owners}, {state}"))
@@ -165,7 +190,8 @@ def lifetimes(lives: list[Life], when: float) -> str:
             parts.append(text(end + 8, y + 11, owners, "soft"))
         else:
             parts.append(text(start - 8, y + 11, owners, "soft", "end"))
-    return picture(height + 24, parts, "lifetimes of owner lists")
+    note = f"<p>{left} that began earlier are not shown.</p>" if left > 0 else ""
+    return picture(height + 24, parts, "lifetimes of owner lists") + note
 
 
 def ago(seconds: float) -> str:

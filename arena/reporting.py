@@ -124,7 +124,7 @@ class Report:
 
         text = page.render(self)
         if path is not None:
-            Path(path).write_text(text, encoding="utf-8")
+            Path(path).write_text(text, encoding="utf-8", errors="replace")  # a file's name may have what is no Unicode
         return text
 
     def rows(self) -> list[tuple[str, ...]]:

@@ -346,6 +346,45 @@ def test_nothing_in_the_pictures_leaves_them():
             assert 0 <= y <= y + h <= height
 
 
+LONG = {
+    "a call site": "vllm/model_executor/layers/fused_moe/layer.py:1412 (capture_everything_in_it) #12345",
+    "capitals": "W" * 60,
+    "wide letters": "\u6f22" * 60,
+}
+
+
+@pytest.mark.parametrize("name", LONG.values(), ids=LONG)
+def test_a_long_label_is_cut_to_its_room_and_keeps_both_ends(name):
+    """In units of the picture, as a wide font has it: 8 of a small letter, 12.9 of a W, 13 of a wide one."""
+    label = page.short(name)
+    units = sum(12.9 if each == "W" else 13 if each > "\u2fff" else 8 for each in label)
+    assert units <= page.LABEL - 12
+    head, tail = label.split("\u2026")
+    assert name.startswith(head)
+    assert name.endswith(tail)
+    assert min(len(head), len(tail)) >= 8
+    assert page.short("decode B=64") == "decode B=64"
+
+
+def test_a_clock_that_was_set_back_draws_nothing_outside():
+    lives = [Life("later", 1, 1, 1150.0, None), Life("ok", 2, 1, 1000.0, 1200.0), Life("died before", 3, 1, 1100.0, 1050.0)]
+    for each in ElementTree.fromstring(page.lifetimes(lives, 1100.0)).iter("rect"):
+        assert page.LABEL <= float(each.get("x")) <= float(each.get("x")) + float(each.get("width")) <= page.WIDTH
+
+
+def test_lives_that_a_picture_has_no_room_for_are_counted():
+    lives = [Life(f"g{n}", n, 1, 1.0 + n, None) for n in range(page.MOST + 3)]
+    assert "<p>3 that began earlier are not shown.</p>" in page.lifetimes(lives, 100.0)
+    assert "not shown" not in page.lifetimes(lives[3:], 100.0)
+
+
+def test_a_name_that_is_no_unicode_can_be_written(tmp_path):
+    told = sample()
+    told.graphs[0].name = "\udc80.py:1"
+    told.html(tmp_path / "report.html")
+    assert "?.py:1" in (tmp_path / "report.html").read_text(encoding="utf-8")
+
+
 def test_a_report_of_nothing_is_told_in_every_form(cuda, monkeypatch):
     monkeypatch.setattr(reporting._registry, "died", list)  # what other tests left in this process
     told = arena.report()
