@@ -138,12 +138,13 @@ def audit(
     handle, own, number, known = _handle_of(graph)
     if capture is None:
         capture = number
+    lists = _registry.lists()
     if capture is None and not known:
-        capture = max((each[0] for each in _registry.lists() if each[1] == handle), default=None)
+        capture = max((each[0] for each in lists if each[1] == handle), default=None)
     noted = captures.of(capture)
     mode = _registry.enter_relaxed()
     try:
-        return Audit(
+        seen = Audit(
             _audit.read(handle),
             capture=capture,
             pool=pool or own or (noted.pool if noted else None),
@@ -151,6 +152,9 @@ def audit(
             alive=None,
             source=allocations or allocator(),
         )
+        # Of other captures the first owner was seen, and not the begin.
+        seen.exact = seen.exact and any(each[0] == capture and each[2] for each in lists)
+        return seen
     finally:
         _registry.leave_relaxed(mode)
 

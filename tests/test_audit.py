@@ -6,6 +6,7 @@ import gc
 import subprocess
 import sys
 import threading
+import time
 import warnings
 import weakref
 
@@ -13,7 +14,7 @@ import pytest
 from planted import Allocator, Array
 
 import arena
-from arena import _audit, auditing, captures, memory, watching
+from arena import _audit, _registry, auditing, captures, memory, watching
 from arena.memory import Ranges, bytes_of, memory_of, name_of
 
 
@@ -403,6 +404,25 @@ def test_without_history_the_same_size_at_the_same_place_cannot_be_told(cuda, st
     assert [each.what for each in seen.check()] == ["freed"]
     blind.array(512)
     assert [each.what for each in seen.check()] == ["handed out again"]
+
+
+@pytest.mark.parametrize("managed", [True, False])
+def test_a_capture_whose_begin_was_not_seen_is_not_exact(stream, torch_memory, managed):
+    scratch, other = torch_memory.array(512), torch_memory.array(1024)
+    stream.begin_capture("relaxed")
+    held = _registry.begin(stream) if managed else None
+    stream.kernel("add", scratch.address)
+    scratch.free()
+    assert torch_memory.array(512).address == scratch.address  # before the first owner
+    time.sleep(0.001)
+    arena.retain(other, stream)
+    if held:
+        held.seal()
+    graph = stream.end_capture()
+    if held:
+        held.hold(graph.handle)
+    seen = look(graph, torch_memory)
+    assert ([each.what for each in seen.findings], seen.exact) == ((["handed out again"], True) if managed else ([], False))
 
 
 def test_without_history_a_new_segment_at_the_same_place_is_told_by_the_driver(cuda, stream):
