@@ -64,7 +64,11 @@ class Allocator(Protocol):
 
 
 class Nothing:
-    """Where torch has not touched a GPU, there is no allocator to ask."""
+    """Where torch has not touched a GPU, there is no allocator to ask; nor where it hands out what the driver (its backend
+    "cudaMallocAsync") or somebody's plugin gives it, piece by piece: then the driver says what is there, but no history."""
+
+    def __init__(self, whole: bool) -> None:
+        self.whole = whole
 
     def blocks(self) -> list[Block]:
         return []
@@ -76,7 +80,7 @@ class Nothing:
         return
 
     def events(self, since: int) -> tuple[list[Event], bool]:
-        return [], True
+        return [], self.whole
 
 
 class TorchAllocator:
@@ -183,7 +187,7 @@ def now() -> int:
     return time.time_ns() // 1000
 
 
-_nothing = Nothing()
+_nothing, _driver = Nothing(True), Nothing(False)
 _torch: TorchAllocator | None = None
 
 
@@ -193,6 +197,8 @@ def allocator() -> Allocator:
     torch = sys.modules.get("torch")
     if torch is None or not getattr(torch, "cuda", None) or not torch.cuda.is_initialized():
         return _nothing
+    if torch.cuda.get_allocator_backend() != "native":
+        return _driver
     if _torch is None:
         _torch = TorchAllocator(torch)
     return _torch

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from arena import _audit, _registry, captures
-from arena.memory import SHARED_POOL, Ranges, allocator, bytes_of, memory_of, name_of
+from arena.memory import SHARED_POOL, Ranges, TorchAllocator, allocator, bytes_of, memory_of, name_of
 
 NUMBERS = {"owners", "outside", "inside", "shared", "retired", "bytes", "high water"}  # columns to be read from the right
 
@@ -404,9 +404,9 @@ def _share(lists: list[Any], learnt: dict[int, _Known]) -> tuple[dict[int, tuple
 
 def _reserved() -> int:
     """Without a snapshot: torch keeps the sum."""
-    torch = sys.modules.get("torch")
-    if torch is None or not getattr(torch, "cuda", None) or not torch.cuda.is_initialized():
+    if not isinstance(allocator(), TorchAllocator):
         return 0
+    torch = sys.modules["torch"]
     return sum(int(torch.cuda.memory_reserved(device)) for device in range(torch.cuda.device_count()))
 
 

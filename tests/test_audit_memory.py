@@ -1,11 +1,12 @@
 """What arena.memory makes of torch's allocator, on a stand-in that answers as torch does, in the forms of several versions; the
 real one is asked in test_audit_gpu.py. And what it sees of owners is in test_audit.py."""
 
+import sys
 import types
 
 import pytest
 
-from arena import memory
+from arena import memory, reporting
 from arena.memory import Block, TorchAllocator
 
 
@@ -177,3 +178,20 @@ def test_history_that_was_switched_off_is_not_believed():
     assert source.events(began) == ([], False)
     source.watch()
     assert source.events(began)[1] is False
+
+
+@pytest.mark.parametrize(
+    ("backend", "kind"), [("native", TorchAllocator), ("cudaMallocAsync", memory.Nothing), ("pluggable", memory.Nothing)]
+)
+def test_only_torchs_own_allocator_is_asked(monkeypatch, backend, kind):
+    """The others have no snapshot: they raise."""
+    torch = Torch(forms=())
+    torch.cuda.is_initialized, torch.cuda.get_allocator_backend = lambda: True, lambda: backend
+    torch.cuda.memory_reserved = lambda device: 4096 if backend == "native" else 1 / 0
+    monkeypatch.setitem(sys.modules, "torch", torch)
+    monkeypatch.setattr(memory, "_torch", None)
+    source = memory.allocator()
+    assert isinstance(source, kind)
+    assert reporting._reserved() == (4096 if backend == "native" else 0)
+    if backend != "native":
+        assert (source.blocks(), source.events(0)) == ([], ([], False))
