@@ -10,6 +10,7 @@ import time
 import warnings
 import weakref
 
+import planted
 import pytest
 from planted import Allocator, Array
 
@@ -404,6 +405,20 @@ def test_without_history_the_same_size_at_the_same_place_cannot_be_told(cuda, st
     assert [each.what for each in seen.check()] == ["freed"]
     blind.array(512)
     assert [each.what for each in seen.check()] == ["handed out again"]
+
+
+def test_frees_that_a_clock_has_placed_before_the_last_look_are_not_missed(stream, torch_memory, monkeypatch):
+    scratch, other = torch_memory.array(512), torch_memory.array(512)
+    with audited(stream, torch_memory) as graph:
+        stream.kernel("add", scratch.address)
+    assert graph.audit.exact
+    other.free()
+    assert (graph.audit.check(), graph.audit.exact) == ([], True)  # the control: clocks that agree
+    monkeypatch.setattr(planted, "now", lambda: memory.now() - 10_000_000)
+    torch_memory.clock = 0
+    scratch.free()
+    assert [each.what for each in graph.audit.check()] == ["freed"]
+    assert not graph.audit.exact
 
 
 @pytest.mark.parametrize("managed", [True, False])
