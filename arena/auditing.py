@@ -447,7 +447,11 @@ class Audit:
 
 
 def _id_at(address: int) -> int:
-    told = _audit.pointed(address)
+    """The driver's id of what lies there; 0: unknown, also where the driver cannot say. Torch's allocator says what is free."""
+    try:
+        told = _audit.pointed(address)
+    except _registry.DriverError:
+        return 0
     return told[3] if told is not None else 0
 
 

@@ -483,9 +483,18 @@ def test_a_driver_that_cannot_say_has_freed_nothing(cuda, stream, torch_memory, 
     with pytest.raises(arena.DriverError, match=f"cuPointerGetAttributes failed for {theirs:#x}: {code}"):
         seen.check()
     assert seen.findings == seen.check() == []
-    cuda.fail("cuPointerGetAttributes", 1, code)
+    cuda.fail("cuPointerGetAttributes", 2, code)
     with pytest.raises(arena.DriverError):
         look(capture.graph, torch_memory)
+
+
+def test_torchs_blocks_are_sorted_by_a_driver_that_cannot_say_their_ids(cuda, stream, torch_memory):
+    graph = captured_over(stream, scratch := torch_memory.array(512))
+    cuda.fail("cuPointerGetAttributes", 1, 201)
+    seen = look(graph, torch_memory)
+    scratch.free()
+    cuda.fail("cuPointerGetAttributes", 1, 201)
+    assert (states(seen)["external"], [each.what for each in seen.check()]) == (1, ["freed"])
 
 
 def test_an_owner_that_has_other_memory_now_has_moved(stream, torch_memory):
