@@ -49,6 +49,7 @@ def capture_begin(self: Any, original: Original, *args: Any, **kwargs: Any) -> N
     if begun is not None:
         self._arena_audit_begun = begun
     original(self, *args, **kwargs)
+    watching.forget(self)
     before, self._arena_capture = self._arena_capture, None
     if before is not None:
         before.drop()

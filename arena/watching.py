@@ -63,7 +63,6 @@ def action_for(graph: Any) -> str | None:
 
 def began(graph: Any, source: Callable[[], Allocator] | None = None) -> Any:
     """A capture is about to begin. What it returns goes to `ending`; None: it is not audited."""
-    forget(graph)
     if action_for(graph) is None:
         return None
     try:

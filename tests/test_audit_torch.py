@@ -278,6 +278,19 @@ def test_a_graph_that_was_reset_is_not_checked_any_more(cuda, graphs, torch_memo
             graph.replay()
 
 
+def test_a_begin_that_torch_refuses_leaves_the_graph_its_audit(cuda, graphs, torch_memory, mode):
+    stream, scratch = cuda.Stream(), torch_memory.array(512)
+    graph = graphs.CUDAGraph()
+    with capturing(graph, stream):
+        stream.kernel("add", scratch.address)
+    with standin.current(stream):
+        with pytest.raises(RuntimeError, match="already owns a captured graph"):
+            graph.capture_begin()
+        scratch.free()
+        with pytest.warns(arena.AuditWarning, match="freed"):
+            graph.replay()
+
+
 def test_a_graph_that_is_captured_again_without_an_audit_is_not_checked_any_more(cuda, graphs, torch_memory, mode):
     stream, scratch = cuda.Stream(), torch_memory.array(512)
     graph = graphs.CUDAGraph()
