@@ -192,7 +192,7 @@ class Audit:
     """Alive, and nobody keeps it for the graph: weights and inputs, and what was forgotten. The largest first."""
     host: list[Allocation]
     foreign: list[Allocation]
-    """Device memory that torch did not hand out: cudaMalloc, VMM, another library's."""
+    """Device memory that torch's own allocator did not hand out: cudaMalloc, VMM, another library's."""
     possible: list[Allocation]
     """Words that look like pointers, and may not be."""
     unread: list[tuple[tuple[int, ...], str, str]]
