@@ -270,7 +270,8 @@ def _own(thing: Any) -> tuple[int, int] | None:
             if isinstance(thing, torch.Tensor):
                 thing = thing.untyped_storage()
             if isinstance(thing, torch.UntypedStorage):
-                return thing.data_ptr(), thing.nbytes()
+                address = thing.data_ptr()
+                return address, thing.nbytes() if address else 0  # on the meta device there are none
         if hasattr(type(thing), "__cuda_array_interface__"):
             return _extent(thing.__cuda_array_interface__)
     except Exception:  # a fake tensor, a freed array, a torch that is half imported

@@ -748,6 +748,11 @@ def test_an_array_reaches_from_its_first_byte_to_its_last(data, shape, strides, 
     assert memory_of(Strided()) == ([extent] if extent[1] else [])
 
 
+def test_a_tensor_without_memory_owns_none():
+    torch = pytest.importorskip("torch")
+    assert memory_of(torch.zeros(1024, device="meta")) == memory_of([torch.zeros(0), torch.zeros(8, device="meta")]) == []
+
+
 def test_an_owner_that_cannot_be_asked_is_no_failure():
     class Broken:
         @property
