@@ -236,6 +236,24 @@ def test_a_struct_with_a_witness_is_a_finding(stream, torch_memory):
     assert (finding.uses[0].parameter, finding.uses[0].offset) == (0, 72)
 
 
+def test_a_struct_has_its_witness_without_history_too(cuda, stream):
+    blind = Allocator(cuda, watched=False)
+    scratch, stale = blind.array(512), blind.array(1024)
+    stale.free()
+    with audited(stream, blind) as graph:
+        stream.kernel("gemm", bytes(72) + word(scratch.address) + word(stale.address))
+        scratch.free()
+    assert [(each.what, each.address) for each in graph.audit.findings] == [("freed", scratch.address)]
+    assert [each.address for each in graph.audit.possible] == [stale.address]
+
+
+def test_an_audited_capture_has_its_allocator_keep_history(stream, torch_memory, monkeypatch):
+    watched = []
+    monkeypatch.setattr(torch_memory, "watch", lambda: watched.append(True))
+    with audited(stream, torch_memory):
+        assert watched == [True]
+
+
 def test_stale_words_of_a_struct_stay_possible_under_an_audit_too(stream, torch_memory):
     stale = torch_memory.array(512)
     stale.free()
@@ -322,6 +340,12 @@ def test_a_free_block_of_a_pool_may_be_the_graphs_own_where_its_pool_is_unknown(
     assert states(look(capture.graph, torch_memory))["possible"] == 1
     assert states(look(capture.graph, torch_memory, pool=(1, 3)))["held"] == 1
     assert states(look(capture.graph, torch_memory, pool=(1, 4)))["findings"] == 1  # another's: nobody keeps it for this graph
+
+
+def test_torchs_shared_memory_is_no_graphs_own_pool_and_the_largest_comes_first(stream, torch_memory):
+    small, large = torch_memory.array(512), torch_memory.array(4096)
+    seen = look(captured_over(stream, small, large.address), torch_memory, pool=memory.SHARED_POOL)
+    assert ([each.address for each in seen.external], seen.held) == ([large.address, small.address], [])
 
 
 def test_each_of_many_owners_holds_its_own(stream, torch_memory):
@@ -457,6 +481,25 @@ def test_a_check_finds_a_segment_that_went_back_to_the_driver(stream, torch_memo
     torch_memory.empty_cache()
     [finding] = seen.check()
     assert (finding.what, finding.detail) == ("freed", "its memory went back to the driver")
+
+
+def test_without_history_another_size_at_the_same_place_is_told_by_the_blocks(cuda, stream):
+    blind = Allocator(cuda, watched=False)
+    scratch = blind.array(1024)
+    seen = look(captured_over(stream, scratch), blind)
+    scratch.free()
+    blind.pieces[scratch.address] = memory.Block(scratch.address, 512, True, (0, 0), scratch.address, 512)
+    assert [each.what for each in seen.check()] == ["handed out again"]
+
+
+def test_memory_of_others_that_the_driver_gave_away_between_two_looks_is_found(cuda, stream, torch_memory):
+    theirs = cuda.plant(4096)
+    with stream.capture() as capture:
+        stream.kernel("add", theirs)
+    seen = look(capture.graph, torch_memory)
+    cuda.unplant(theirs)
+    assert cuda.plant(4096) == theirs
+    assert [each.what for each in seen.check()] == ["handed out again"]
 
 
 def test_a_check_finds_memory_of_others_that_was_freed_or_handed_out_again(cuda, stream, torch_memory):

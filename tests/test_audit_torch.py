@@ -206,6 +206,16 @@ def test_a_kept_graph_can_be_audited_by_hand(cuda, graphs, torch_memory):
     assert f"#{graph._arena_capture.id}" in seen.name
 
 
+def test_the_pool_of_a_managed_graph_is_known_of_its_handle_too(cuda, graphs, torch_memory):
+    pooled, other = torch_memory.array(512, (1, 1)), torch_memory.array(512, (1, 2))
+    graph = graphs.CUDAGraph(keep_graph=True)
+    with capturing(graph, stream := cuda.Stream()):
+        stream.kernel("add", pooled.address, other.address)
+        arena.retain(object())
+    seen = arena.audit(graph.raw_cuda_graph())
+    assert [[each.address for each in there] for there in (seen.held, seen.external)] == [[pooled.address], [other.address]]
+
+
 def test_a_graph_without_owners_is_not_given_those_of_another_with_its_handle(cuda, graphs, torch_memory, monkeypatch):
     """The other's template is gone, and its handle was given out again; its executable, and so its owners, live."""
     stream, scratch = cuda.Stream(), torch_memory.array(512)

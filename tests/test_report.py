@@ -14,7 +14,7 @@ from xml.etree import ElementTree
 import native
 import pytest
 from conftest import until
-from planted import Allocator
+from planted import Allocator, Array
 
 import arena
 from arena import _registry, captures, memory, page, reporting
@@ -94,6 +94,18 @@ def test_an_owner_retained_twice_is_counted_twice_and_its_bytes_once(stream, tor
     captured(stream, scratch, scratch)
     [told] = arena.report().graphs
     assert (told.owners, told.outside, arena.report().bytes) == (2, 1 << 20, 1 << 20)
+
+
+def test_the_graph_that_holds_most_comes_first(stream, torch_memory):
+    for mib in (2, 8, 4):
+        captured(stream, torch_memory.array(mib << 20), name=f"{mib} MiB")
+    assert [each.name for each in arena.report().graphs] == ["8 MiB", "4 MiB", "2 MiB"]
+
+
+def test_of_owners_that_begin_at_one_place_the_largest_counts(stream, torch_memory):
+    whole = torch_memory.array(1 << 20)
+    captured(stream, whole, Array(None, whole.address, 512))
+    assert (arena.report().graphs[0].outside, arena.report().bytes) == (1 << 20, 1 << 20)
 
 
 def test_a_graph_without_a_name_is_called_by_where_it_first_retained(stream, torch_memory):
@@ -200,6 +212,9 @@ def test_owners_from_c_are_counted_and_their_memory_is_nobodys_to_see(stream, to
     told = arena.report()
     [graph] = told.graphs
     assert (graph.owners, graph.opaque, graph.outside, told.rows()[1][1]) == (1, 1, 512, "2")
+    with stream.capture():
+        assert client.retain_block(64, stream.handle)
+    assert sorted((each.owners, each.opaque) for each in arena.report().graphs) == [(0, 1), (1, 1)]
 
 
 @pytest.fixture
